@@ -1,0 +1,30 @@
+"""Where a rank stands, and by what it reaches the others: the same under fork, spawn, torchrun and srun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+
+@dataclass
+class Place:
+    """One rank's place in the world."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+    """'fork', 'spawn', 'torchrun', 'slurm' or 'alone'."""
+    make_store: Callable[[timedelta], dist.Store] | None
+    """Opens the store that the process group meets at; None for a world of one."""
+    stop_requested: Callable[[], str | None]
+    """Name of the signal that asked this run to stop, if one did; cheap enough to ask every step."""
+    log_file: Path | None = None

@@ -1,0 +1,111 @@
+"""The world as named axes.
+
+Ranks are laid out with `tp` innermost, then `cp`, then the data axes, `pp` outermost, so that the axis that
+talks most stays inside a node. `dp_shard` is the product of the atomic axes `dp_outer` and `ep`: an expert
+axis is thus one of the mesh's own and never carved out of another at a call site.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch.distributed as dist
+
+AXES = ("pp", "dp_replicate", "dp_outer", "ep", "cp", "tp")
+"""Atomic, orthogonal axes, outermost first."""
+
+VIEWS: Mapping[str, tuple[str, ...]] = {
+    "dp_shard": ("dp_outer", "ep"),
+    "data": ("dp_replicate", "dp_outer", "ep"),
+    "grad": ("dp_replicate", "dp_outer", "ep", "cp"),
+    "world": AXES,
+}
+"""Products of atomic axes that are spoken of by one name: `data` sees different samples, `grad` sums gradients."""
+
+
+@dataclass
+class Axis:
+    """One axis or view as seen by this rank: its process group, size, this rank's index along it.
+
+    `group` is None where the size is one: a collective over such an axis returns its input.
+    `traffic` counts what went over it: {collective: [calls, bytes of the whole tensor]}.
+    """
+
+    name: str
+    size: int
+    index: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    traffic: dict[str, list[int]] = field(default_factory=dict)
+
+    def count(self, collective: str, num_bytes: int) -> None:
+        """Note one call of `collective` with `num_bytes` of the whole tensor."""
+        entry = self.traffic.get(collective)
+        if entry is None:
+            self.traffic[collective] = [1, num_bytes]
+        else:
+            entry[0] += 1
+            entry[1] += num_bytes
+
+
+class Mesh:
+    """Degrees of every axis and the process groups along them. All ranks make it alike, with the same degrees."""
+
+    def __init__(self, degrees: Mapping[str, int] | None = None, rank: int = 0) -> None:
+        """Make the groups. `degrees`: size by atomic axis, one where absent; `rank`: this one's in the world."""
+        degrees = degrees or {}
+        unknown = set(degrees) - set(AXES)
+        assert not unknown, f"unknown axes {sorted(unknown)}"
+        self.degrees = {name: degrees.get(name, 1) for name in AXES}
+        self.size = math.prod(self.degrees.values())
+        self.rank = rank
+        assert 0 <= rank < self.size
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._axes = {name: self._make(name) for name in (*AXES, *VIEWS)}
+
+    def axis(self, name: str) -> Axis:
+        """The axis or view `name`."""
+        return self._axes[name]
+
+    def coordinate(self, rank: int | None = None) -> dict[str, int]:
+        """Where `rank` (this one by default) stands on each atomic axis."""
+        rest = self.rank if rank is None else rank
+        at = {}
+        for name in reversed(AXES):
+            rest, at[name] = divmod(rest, self.degrees[name])
+        return {name: at[name] for name in AXES}
+
+    def _make(self, name: str) -> Axis:
+        parts = VIEWS.get(name, (name,))
+        mine = ()
+        for ranks in self._slices(parts):
+            group = self._group(ranks)
+            if self.rank in ranks:
+                mine, mine_group = ranks, group
+        return Axis(name, len(mine), mine.index(self.rank), mine, mine_group)
+
+    def _slices(self, parts: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """Every set of ranks that differ along `parts` only."""
+        others = [name for name in AXES if name not in parts]
+        for fixed in product(*(range(self.degrees[name]) for name in others)):
+            at = dict(zip(others, fixed, strict=True))
+            moving = product(*(range(self.degrees[name]) for name in parts))
+            yield tuple(self._rank_at(at | dict(zip(parts, index, strict=True))) for index in moving)
+
+    def _rank_at(self, at: Mapping[str, int]) -> int:
+        rank = 0
+        for name in AXES:
+            rank = rank * self.degrees[name] + at[name]
+        return rank
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of these ranks, made once (a collective call: every rank makes every group, in one order)."""
+        if len(ranks) == 1:
+            return None
+        if ranks not in self._groups:
+            everyone = len(ranks) == self.size
+            self._groups[ranks] = dist.group.WORLD if everyone else dist.new_group(list(ranks))
+        return self._groups[ranks]

@@ -1,0 +1,100 @@
+"""What travels through one optimizer step: the batch, this rank's numbers, the agreed numbers, the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = Any
+"""A tensor, or a tuple or dict of tensors, as a model takes or returns them."""
+
+
+class Verdict(IntEnum):
+    """What all ranks do after a step; the largest asked for by anyone on any rank, but SKIP holds beside any other."""
+
+    GO = 0
+    SKIP = 1
+    SAVE = 2
+    STOP = 3
+    ROLL_BACK = 4
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The type that matrix products run in (autocast; weights stay as they are)."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """Dynamic loss scale of fp16 training, as in Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2."""
+
+    start: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a policy fixes from config alone, before any object exists. At most one policy answers each field."""
+
+    precision: Precision | None = None
+    micro_batch_size: int | None = None
+    loss_scale: ScaleRule | None = None
+
+
+@dataclass
+class Batch:
+    """One micro-batch: rows with `valid` 0 are void and count for nothing."""
+
+    inputs: Tensors
+    targets: Tensors
+    valid: Tensor  # [micro], 0.0 or 1.0
+    indices: Tensor  # [micro], global sample numbers, -1 where void
+
+
+@dataclass
+class Step:
+    """All micro-batches of one optimizer step on this rank, every one of the same shape for the whole run."""
+
+    number: int
+    micro: list[Batch]
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Valid targets by term over the whole global batch (scalars on the device); set by `Strategy.count`."""
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    """loss scale / counts, by term: what a per-sample loss sum is multiplied by before backward."""
+
+
+@dataclass
+class Local:
+    """This rank's numbers of one step. `losses` are sums by term and micro-batch [terms, micro], unscaled."""
+
+    losses: Tensor
+    squares: Tensor  # float64 sum of squares of this rank's gradients, each element weighted 1 / replicas, still scaled
+
+
+@dataclass
+class Report:
+    """The agreed numbers of one step: views of one vector, summed once over the world. All on the device."""
+
+    loss: Tensor
+    """Mean loss over the valid targets of the global batch (all terms)."""
+    losses: Tensor
+    """Loss sums by term and micro-batch index [terms, micro], over data ranks."""
+    counts: Tensor
+    """Valid targets by term [terms]."""
+    grad_norm: Tensor
+    """True global gradient norm, unscaled, before clipping."""
+    verdict: Tensor
+    """How many ranks asked for each verdict [5]."""
+    skip: Tensor
+    """1.0 where the update must not be made, else 0.0."""
+    measured: Tensor
+    """What each rank measured [world, values]; empty between log points."""

@@ -1,0 +1,81 @@
+"""How far the run is, and what has been asked of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttrain.parallel.step import Verdict
+
+NUM_VERDICTS = len(Verdict)
+
+
+class Progress:
+    """Position of a run. `step` counts global batches taken; `updates` counts real updates, on the device."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Start of a run on `device` (the CPU by default)."""
+        self.device = device or torch.device("cpu")
+        self.step = 0
+        self.epoch = 0
+        self.step_in_epoch = 0
+        self.updates = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.reasons: list[str] = []
+        self._flags = [0.0] * NUM_VERDICTS
+        self._late: tuple[Tensor, Any] | None = None
+
+    def request(self, verdict: Verdict, reason: str) -> None:
+        """Ask all ranks for `verdict`: it is put into the next step's reduction, and holds on every rank alike."""
+        self._flags[verdict] = 1.0
+        self.reasons.append(f"{verdict.name}: {reason}")
+
+    def flags(self) -> list[float] | None:
+        """This rank's requests for the step under way, taken once; None when there is none."""
+        if not any(self._flags):
+            return None
+        flags, self._flags = self._flags, [0.0] * NUM_VERDICTS
+        return flags
+
+    def post(self, verdict: Tensor) -> None:
+        """Start copying the agreed counters [5] of this step to the host, without waiting."""
+        if verdict.device.type == "cuda":
+            host = torch.empty(NUM_VERDICTS, dtype=verdict.dtype, pin_memory=True)
+            host.copy_(verdict, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._late = (host, event)
+        else:
+            self._late = (verdict, None)
+
+    def settled(self) -> Verdict:
+        """The verdict posted last, waited for if need be. SKIP is not returned: it was settled on the device."""
+        if self._late is None:
+            return Verdict.GO
+        host, event = self._late
+        self._late = None
+        if event is not None:
+            event.synchronize()
+        counts = host.tolist()
+        for verdict in (Verdict.ROLL_BACK, Verdict.STOP, Verdict.SAVE):
+            if counts[verdict] > 0:
+                return verdict
+        return Verdict.GO
+
+    def state_dict(self) -> dict[str, int]:
+        """Position as integers; read only at a save, after draining."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "step_in_epoch": self.step_in_epoch,
+            "updates": int(self.updates),
+            "skipped": int(self.skipped),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take up the position of `state_dict`."""
+        self.step, self.epoch, self.step_in_epoch = state["step"], state["epoch"], state["step_in_epoch"]
+        self.updates.fill_(state["updates"])
+        self.skipped.fill_(state["skipped"])
