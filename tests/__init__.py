@@ -1,0 +1,1 @@
+"""A regular package, so that no other `tests` folder on the path can stand in for it."""
