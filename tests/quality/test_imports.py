@@ -22,9 +22,6 @@ HOUSE = (
 )
 """Storeys, top first. What stands on one storey doesn't know its neighbours there either, but for the top."""
 
-NOT_SEEN_BY = {"models": {"config", "parallel"}, "data": {"config", "parallel"}}
-"""Said again by name, because a user's own model must stay ordinary code."""
-
 HEAVY = {"wandb", "torchvision", "torchmetrics", "sklearn", "tensorboard", "rich", "matplotlib", "triton", "IPython"}
 """Seconds of import each, some of them: only inside functions."""
 
@@ -44,8 +41,6 @@ def storey(name: str) -> int:
 
 def is_allowed(importer: str, imported: str) -> bool:
     """Whether a file in room `importer` may import from room `imported`."""
-    if imported in NOT_SEEN_BY.get(importer, ()):
-        return False
     return importer == imported or storey(importer) < storey(imported) or storey(importer) == storey(imported) == 0
 
 
