@@ -21,7 +21,6 @@ class Verdict(IntEnum):
     SKIP = 1
     SAVE = 2
     STOP = 3
-    ROLL_BACK = 4
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class Batch:
 
     inputs: Tensors
     targets: Tensors
-    valid: Tensor  # [micro], 0.0 or 1.0
-    indices: Tensor  # [micro], global sample numbers, -1 where void
+    valid: Tensor | None  # [micro] bool; None where every row is a sample
+    indices: Tensor  # [micro], global sample numbers on the host, -1 where void
 
 
 @dataclass
@@ -66,10 +65,10 @@ class Step:
 
     number: int
     micro: list[Batch]
-    counts: Mapping[str, Tensor] = field(default_factory=dict)
-    """Valid targets by term over the whole global batch (scalars on the device); set by `Strategy.count`."""
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
-    """loss scale / counts, by term: what a per-sample loss sum is multiplied by before backward."""
+    local_counts: Mapping[str, float] = field(default_factory=dict)
+    """Valid targets by term in this rank's samples, counted on the host while the batch is built."""
+    counts: Tensor | None = None
+    """Valid targets by term over the whole global batch [terms], float64 on the device; set by `Strategy`."""
 
 
 @dataclass
@@ -93,8 +92,10 @@ class Report:
     grad_norm: Tensor
     """True global gradient norm, unscaled, before clipping."""
     verdict: Tensor
-    """How many ranks asked for each verdict [5]."""
+    """How many ranks asked for each verdict [4]."""
+    overflow: Tensor
+    """1.0 where some gradient is not finite, else 0.0."""
     skip: Tensor
-    """1.0 where the update must not be made, else 0.0."""
+    """1.0 where the update must not be made (overflow, no valid target, asked for), else 0.0."""
     measured: Tensor
     """What each rank measured [world, values]; empty between log points."""

@@ -156,7 +156,7 @@ class StepPolicy(Callback):
         return nullcontext()
 
     def judge(self, trainer: Trainer, local: Local) -> Tensor | None:
-        """Verdict counters [5] on the device from this rank's numbers, before the reduction; None for none. No host read."""
+        """Verdict counters [4] on the device from this rank's numbers, before the reduction; None for none. No host read."""
         return None
 
     def judge_global(self, trainer: Trainer, report: Report) -> Tensor | None:

@@ -40,7 +40,7 @@ class Progress:
         return flags
 
     def post(self, verdict: Tensor) -> None:
-        """Start copying the agreed counters [5] of this step to the host, without waiting."""
+        """Start copying the agreed counters [4] of this step to the host, without waiting."""
         if verdict.device.type == "cuda":
             host = torch.empty(NUM_VERDICTS, dtype=verdict.dtype, pin_memory=True)
             host.copy_(verdict, non_blocking=True)
@@ -59,7 +59,7 @@ class Progress:
         if event is not None:
             event.synchronize()
         counts = host.tolist()
-        for verdict in (Verdict.ROLL_BACK, Verdict.STOP, Verdict.SAVE):
+        for verdict in (Verdict.STOP, Verdict.SAVE):
             if counts[verdict] > 0:
                 return verdict
         return Verdict.GO

@@ -1,0 +1,72 @@
+"""The same start in every layout: each rank draws, or cuts out, just the pieces that it keeps.
+
+A model that offers `init_parameter` is built on the meta device. Its whole start is defined as fixed blocks of
+rows, each drawn on the CPU in float32 from a generator keyed by (seed, name, block), so that no rank draws a
+whole 70-billion-parameter model. Any other model was built whole, under the seed, and is cut.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from disttrain.parallel.layout import Layout
+from disttrain.parallel.random import mix
+
+BLOCK_ELEMENTS = 1 << 18
+"""About how many numbers one generator draws."""
+
+InitParameter = Callable[[str, tuple[int, ...], range, torch.Generator], Tensor]
+
+
+def materialise(
+    model: nn.Module, layouts: Mapping[str, Layout], at: Mapping[str, int], seed: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Give every parameter its local values, in place of the whole (or meta) ones; tied parameters stay one object."""
+    init: InitParameter | None = getattr(model, "init_parameter", None)
+    made: dict[int, nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                name = names[id(parameter)]
+                local = _local_values(name, parameter.detach(), layouts[name], at, init, seed, dtype)
+                made[id(parameter)] = nn.Parameter(local.to(device), requires_grad=parameter.requires_grad)
+            module._parameters[key] = made[id(parameter)]
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                assert not buffer.is_meta, f"buffer '{key}' has no values: a model with init_parameter can't have buffers"
+                module._buffers[key] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
+
+
+def _local_values(
+    name: str, whole: Tensor, layout: Layout, at: Mapping[str, int], init: InitParameter | None, seed: int, dtype: torch.dtype
+) -> Tensor:
+    local = torch.empty(layout.local_shape(), dtype=dtype)
+    for source, target in layout.pieces(at):
+        if whole.is_meta:
+            assert init is not None, f"'{name}' is on the meta device and the model has no init_parameter"
+            local[target] = _draw(name, layout.shape, source, init, seed).to(dtype)
+        else:
+            local[target] = whole[source].to(dtype)
+    return local
+
+
+def _draw(name: str, shape: tuple[int, ...], wanted: tuple[slice, ...], init: InitParameter, seed: int) -> Tensor:
+    """The block `wanted` of the whole start of one parameter, float32."""
+    row_elements = max(1, torch.Size(shape[1:]).numel())
+    rows_per_block = max(1, BLOCK_ELEMENTS // row_elements)
+    parts = []
+    for block in range(wanted[0].start // rows_per_block, -(-wanted[0].stop // rows_per_block)):
+        first, last = block * rows_per_block, min((block + 1) * rows_per_block, shape[0])
+        generator = torch.Generator().manual_seed(mix(seed, zlib.crc32(name.encode()), block))
+        rows = init(name, shape, range(first, last), generator)
+        assert rows.shape == (last - first, *shape[1:]), f"init_parameter('{name}') returned {tuple(rows.shape)}"
+        low, high = max(first, wanted[0].start), min(last, wanted[0].stop)
+        parts.append(rows[(slice(low - first, high - first), *wanted[1:])])
+    return torch.cat(parts)

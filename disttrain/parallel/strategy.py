@@ -1,0 +1,248 @@
+"""One step in any layout: what is applied to a model, in which order, and how the ranks agree on its numbers.
+
+Order of application, and why:
+  1. tensor plan     changes what a layer is; whatever wraps a layer must see its parallel form
+  2. materialise     once shapes are local, so that no rank ever holds a whole model that it will cut
+  3. data axis       last: its reducer hooks the parameters that exist by then
+
+A step, on every rank: `count` the valid targets of the whole global batch (they ride on the step before);
+`forward_backward` every micro-batch; `finish`: sum what gradients are still in parts, then one vector over the
+world with losses, squares, verdicts and the next step's counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from disttrain.models.task import IGNORED, Task
+from disttrain.parallel import collectives, data
+from disttrain.parallel.layout import Copy, Layout, Placement, Sum
+from disttrain.parallel.materialise import materialise
+from disttrain.parallel.mesh import Mesh
+from disttrain.parallel.random import Streams
+from disttrain.parallel.step import Local, Report, Step, Verdict
+from disttrain.parallel.tensor import LOSS_KEY, apply_tensor_plan, gather_slice, vocab_cross_entropy
+from disttrain.parallel.update import LossScale
+
+
+@dataclass(frozen=True)
+class Options:
+    """The strategies' own knobs (config group `strategy`)."""
+
+    sequence_parallel: bool = False
+    plan: Mapping[str, str] = field(default_factory=dict)
+    bucket_size: float = 25.0
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+
+
+class Strategy:
+    """One model laid out on one mesh. The only class for every product of axes."""
+
+    def __init__(self, mesh: Mesh, options: Options, device: torch.device, seed: int) -> None:
+        """`seed` fixes the start and the random streams."""
+        self.mesh = mesh
+        self.options = options
+        self.device = device
+        self.seed = seed
+        self.streams = Streams(mesh, seed, device)
+        self.loss_scale: LossScale | None = None
+        self.layouts: dict[str, Layout] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._world, self._data, self._tp = mesh.axis("world"), mesh.axis("data"), mesh.axis("tp")
+        self._speaks = 1.0 if self._tp.index == 0 else 0.0
+
+    # --- before the first step ---------------------------------------------------------------------------------
+
+    def prepare(self, model: nn.Module, task: Task, dtype: torch.dtype, loss_scale: LossScale | None = None) -> None:
+        """Lay `model` (on the meta device, or whole and the same on every rank) out on the mesh; it is changed in place."""
+        self.model, self.task, self.loss_scale = model, task, loss_scale
+        placements = self._cut_tensors()
+        degrees = {"data": self._data.size, "tp": self._tp.size}
+        names = [name for name, _ in model.named_parameters()]
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        for name in names:
+            by_axis: dict[str, Placement] = {}
+            if self._tp.size > 1:
+                by_axis["tp"] = placements.get(name, Copy())
+            if self._data.size > 1:
+                by_axis["data"] = Sum(done=True)
+            self.layouts[name] = Layout(shapes[name], by_axis, {axis: degrees[axis] for axis in by_axis})
+        self.at = {"data": self._data.index, "tp": self._tp.index}
+        materialise(model, self.layouts, self.at, self.seed, self.device, dtype)
+        self.parameters = dict(model.named_parameters())
+        self._plan_reduction()
+        self.module = data.LossModule(model, task)
+        self.wrapped = data.wrap(
+            self.module,
+            self._data,
+            self.device,
+            bucket_size=self.options.bucket_size,
+            static_graph=self.options.static_graph,
+            find_unused_parameters=self.options.find_unused_parameters,
+        )
+
+    def _cut_tensors(self) -> dict[str, Placement]:
+        """Apply the tensor plan: the config's patterns over the model's own."""
+        self._vocab_cut = False
+        if self._tp.size == 1:
+            return {}
+        plan = dict(getattr(self.model, "plan", {})) | dict(self.options.plan)
+        if plan.get(LOSS_KEY) == "vocab_parallel":
+            self._vocab_cut = True
+            self.task.row_loss = vocab_cross_entropy(self._tp, IGNORED)  # type: ignore[attr-defined]
+        return apply_tensor_plan(self.model, plan, self._tp, self.options.sequence_parallel, self.streams)
+
+    def _plan_reduction(self) -> None:
+        """What `finish` does to gradients: which are still in parts over which axis, and each one's weight in the norm."""
+        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        self._trained = list(trained.values())
+        weights = [self.layouts[name].weight() for name in trained]
+        self._norm_weights = torch.tensor(weights, dtype=torch.float64, device=self.device)
+        self._in_parts: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in trained.items():
+            for axis in self.layouts[name].reductions():
+                self._in_parts.setdefault(axis, []).append(parameter)
+
+    # --- the step, in time order ---------------------------------------------------------------------------------
+
+    def count(self, step: Step) -> None:
+        """Sum the valid targets of the first step over data ranks; later steps' counts ride on the report before."""
+        step.counts = collectives.all_reduce_(self._local_counts(step), self._data)
+
+    def forward_backward(self, step: Step) -> Local:
+        """Run every micro-batch in both directions. Gradients come out as sums over the global batch, scaled."""
+        assert step.counts is not None, "count the step before it runs"
+        weights = self._loss_weights(step.counts)
+        self.streams.begin(step.number)
+        losses = []
+        for index, batch in enumerate(step.micro):
+            with data.last_only(self.wrapped, index == len(step.micro) - 1):
+                terms = self.wrapped(batch.inputs, batch.targets)
+                sums = [_valid(per_sample, batch.valid).sum() for per_sample in terms.values()]
+                total = sums[0] * weights[0]
+                for value, weight in zip(sums[1:], weights[1:], strict=True):
+                    total = total + value * weight
+                total.backward()
+            losses.append(torch.stack([value.detach() for value in sums]))
+        return Local(torch.stack(losses, dim=1), self._squares_later())
+
+    def _loss_weights(self, counts: Tensor) -> list[Tensor]:
+        """loss scale x data ranks / count, by term: DDP divides by the data ranks again."""
+        scale = self._data.size if self.loss_scale is None else self.loss_scale.value.double() * self._data.size
+        weights = torch.where(counts > 0, scale / counts.clamp(min=1.0), 0.0)
+        dtype = torch.float64 if self._trained and self._trained[0].dtype == torch.float64 else torch.float32
+        return list(weights.to(dtype).unbind())
+
+    def _squares_later(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def finish(
+        self, local: Local, verdicts: Sequence[Tensor], flags: Sequence[float] | None, measured: Sequence[float], following: Step | None, counts: Tensor
+    ) -> Report:
+        """Complete the gradients, then agree on everything else in one sum over the world.
+
+        `verdicts`: counters [4] of this rank's policies; `flags`: its host requests; `measured`: its values of this
+        step (as many on every rank); `following`: the next step, whose counts ride along; `counts`: this step's.
+        """
+        self._complete_gradients()
+        local.squares = self._squares()
+        vector = self._pack(local, verdicts, flags, measured, following)
+        collectives.all_reduce_(vector, self._world)
+        return self._unpack(vector, local.losses.shape, len(measured), following, counts)
+
+    def _complete_gradients(self) -> None:
+        """Sum gradients that are in parts over an axis (norms and row biases under sequence parallelism): one buffer an axis."""
+        for name, parameters in self._in_parts.items():
+            axis = self.mesh.axis(name)
+            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            buffer = collectives.all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]), axis)
+            for grad, part in zip(grads, buffer.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def _squares(self) -> Tensor:
+        """Float64 sum of squares of this rank's gradients, each element weighted by 1 / replicas."""
+        grads = [parameter.grad for parameter in self._trained]
+        weights = self._norm_weights
+        if any(grad is None for grad in grads):
+            held = [index for index, grad in enumerate(grads) if grad is not None]
+            if not held:
+                return torch.zeros((), dtype=torch.float64, device=self.device)
+            weights = weights[held]
+        norms = torch._foreach_norm([grad for grad in grads if grad is not None], 2, dtype=torch.float64)
+        return torch.stack(norms).square() @ weights
+
+    def _local_counts(self, step: Step) -> Tensor:
+        return torch.tensor(list(step.local_counts.values()), dtype=torch.float64).to(self.device, non_blocking=True)
+
+    def _pack(
+        self, local: Local, verdicts: Sequence[Tensor], flags: Sequence[float] | None, measured: Sequence[float], following: Step | None
+    ) -> Tensor:
+        """[losses, next counts, squares, verdicts, measured by rank]; float64. Ranks with the same samples speak once."""
+        asked = torch.zeros(len(Verdict), dtype=torch.float64, device=self.device)
+        for verdict in verdicts:
+            asked += verdict
+        if flags is not None:
+            asked += torch.tensor(flags, dtype=torch.float64, device=self.device)
+        losses = local.losses.double().flatten()
+        counts = self._local_counts(following) if following is not None else losses.new_zeros(local.losses.shape[0])
+        if self._tp.size > 1:
+            losses, counts = losses * self._speaks, counts * self._speaks
+        parts = [losses, counts, local.squares[None], asked]
+        if measured:
+            slots = torch.zeros(self._world.size, len(measured), dtype=torch.float64)
+            slots[self._world.index] = torch.tensor(measured, dtype=torch.float64)
+            parts.append(slots.flatten().to(self.device))
+        return torch.cat(parts)
+
+    def _unpack(self, vector: Tensor, shape: torch.Size, num_measured: int, following: Step | None, counts: Tensor) -> Report:
+        terms, micro = shape
+        losses, next_counts, squares, verdict, measured = vector.split(
+            [terms * micro, terms, 1, len(Verdict), num_measured * self._world.size]
+        )
+        losses = losses.view(terms, micro)
+        if following is not None:
+            following.counts = next_counts
+        norm = squares[0].sqrt()
+        if self.loss_scale is not None:
+            norm = norm / self.loss_scale.value
+        overflow = (~torch.isfinite(norm)).float()
+        empty = (counts == 0).all().float()
+        skip = torch.maximum(torch.maximum(overflow, empty), (verdict[Verdict.SKIP] > 0).float())
+        loss = (losses.sum(1) / counts.clamp(min=1.0)).sum()
+        return Report(loss, losses, counts, norm, verdict, overflow, skip, measured.view(self._world.size, num_measured))
+
+    # --- beside training ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, step: Step) -> tuple[Tensor, list[tuple[Any, Any, Tensor | None]]]:
+        """Loss sums and counts of one step [2, terms] from this rank (nothing from ranks that repeat another's samples),
+        and, for metrics, (outputs, targets, valid) of each micro-batch, whole."""
+        sums = torch.zeros(2, len(step.local_counts), dtype=torch.float64, device=self.device)
+        seen = []
+        for batch in step.micro:
+            outputs = self.module.outputs(batch.inputs)
+            terms = self.task.losses(outputs, batch.targets)
+            sums[0] += torch.stack([_valid(per_sample, batch.valid).sum().double() for per_sample in terms.values()])
+            seen.append((outputs, batch.targets, batch.valid))
+        sums[1] += self._local_counts(step)
+        return sums * self._speaks, seen
+
+    @torch.no_grad()
+    def outputs(self, inputs: Any) -> Any:
+        """Whole outputs of the model, the same on every rank of a tensor group; all of the group must call."""
+        return self.whole_outputs(self.module.outputs(inputs))
+
+    def whole_outputs(self, outputs: Any) -> Any:
+        """Outputs with a vocabulary that is cut made whole."""
+        return gather_slice(outputs, self._tp, -1) if self._vocab_cut else outputs
+
+
+def _valid(per_sample: Tensor, valid: Tensor | None) -> Tensor:
+    """Per-sample sums with void samples at zero, even where theirs is not finite."""
+    return per_sample if valid is None else per_sample.masked_fill(~valid, 0.0)
