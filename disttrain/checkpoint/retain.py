@@ -1,0 +1,69 @@
+"""Which checkpoints of a run stay: the last few and the best few."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from disttrain.checkpoint.files import old_path, step_name
+
+
+class Retention:
+    """Remembers the checkpoints that this run wrote, over resumes, and says which may go. Others' files are never named."""
+
+    def __init__(self, keep_last: int | None, keep_best: int, mode: str) -> None:
+        """`keep_last` None keeps all; `keep_best` by score, `mode` 'min' or 'max'."""
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.scores: dict[int, float | None] = {}
+
+    def add(self, step: int, score: float | None) -> None:
+        """The checkpoint of `step` exists; `score` is None where nothing was measured, or was NaN."""
+        self.scores[step] = None if score is None or score != score else score
+
+    def best(self) -> list[int]:
+        """Steps of the best `keep_best`, best first; of equals the earlier."""
+        measured = [(self.sign * score, step) for step, score in self.scores.items() if score is not None]
+        return [step for _, step in sorted(measured)[: self.keep_best]]
+
+    def would_be_best(self, score: float | None) -> bool:
+        """Whether a checkpoint with this `score` would be among the best."""
+        if score is None or score != score or self.keep_best == 0:
+            return False
+        best = self.best()
+        if len(best) < self.keep_best:
+            return True
+        worst = self.scores[best[-1]]
+        return worst is None or self.sign * score < self.sign * worst
+
+    def expired(self) -> list[int]:
+        """Steps that are neither among the last nor among the best, oldest first; they are forgotten."""
+        if self.keep_last is None:
+            return []
+        steps = sorted(self.scores)
+        kept = set(steps[len(steps) - min(self.keep_last, len(steps)) :]) | set(self.best())
+        gone = [step for step in steps if step not in kept]
+        for step in gone:
+            del self.scores[step]
+        return gone
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps and scores, as JSON."""
+        return {"scores": [[step, score] for step, score in sorted(self.scores.items())]}
+
+    def load_state_dict(self, state: dict[str, Any], until: int) -> None:
+        """Take up `state_dict`, but not steps after `until`, which a resume has put aside."""
+        self.scores = {int(step): score for step, score in state["scores"] if step <= until}
+
+
+def remove(checkpoints: Path, steps: list[int]) -> None:
+    """Delete these checkpoints from the folder `checkpoints`; rank 0 alone. The name goes first: half of one never bears it."""
+    for step in steps:
+        folder = checkpoints / step_name(step)
+        going = old_path(folder)
+        shutil.rmtree(going, ignore_errors=True)
+        if folder.exists():
+            folder.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
