@@ -87,7 +87,9 @@ def index_of(folder: Path) -> dict[str, Saved]:
             places = json.loads((opened.metadata() or {}).get(HEADER, "{}"))
             for key, place in places.items():
                 saved = index.setdefault(f"{kind}/{place['name']}", Saved(tuple(place["shape"]), []))
-                saved.pieces.append(Piece(file, key, tuple(opened.get_slice(key).get_shape()), tuple(place["offsets"])))
+                offsets = tuple(place["offsets"])
+                if all(piece.offsets != offsets for piece in saved.pieces):  # a weight that two stages hold lies in both's files
+                    saved.pieces.append(Piece(file, key, tuple(opened.get_slice(key).get_shape()), offsets))
     return index
 
 

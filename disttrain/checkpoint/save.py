@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from disttrain.checkpoint.files import VALUES, Entry, flush, old_path, partial_path, write_json, write_manifest
 from disttrain.checkpoint.state import State
 from disttrain.parallel.collectives import gather_json
+from disttrain.parallel.layout import Cut, Layout
 from disttrain.parallel.mesh import Mesh
 
 HEADER = "disttrain"
@@ -56,7 +58,7 @@ def snapshot(state: State, mesh: Mesh) -> Snapshot:
     tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)
     places: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for full_name, (tensor, layout) in state.tensors.items():
-        if not layout.is_first_replica(at):
+        if not _is_writer(layout, mesh, at):
             continue
         kind, name = full_name.split("/", 1)
         for whole, local in layout.pieces(at):
@@ -117,6 +119,11 @@ def commit(partial: Path, folder: Path, values: dict[str, Any], entries: list[En
     os.rename(partial, folder)
     flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_writer(layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> bool:
+    """First replica on every axis that does not cut the tensor. Stages (`pp`) hold different tensors under different names."""
+    return all(at[axis] == 0 or axis == "pp" or isinstance(layout.placements.get(axis), Cut) for axis in mesh.degrees)
 
 
 def _entries(parts: list[dict[str, Any]]) -> list[Entry]:
