@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from disttrain.errors import ConfigError
+
 IGNORED = -100
 """Target value that counts for nothing."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """The contract of every task, the user's own included."""
+    """The contract of every task, the user's own included. A task may also say what its `unit` is ('samples', 'tokens')."""
 
     def losses(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Per-sample sums [micro], by term."""
@@ -52,26 +54,26 @@ class Classification:
     def losses(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         """Sum of cross-entropies over each sample's valid targets."""
         rows = self.row_loss(outputs.flatten(0, -2), targets.flatten())
-        return {"loss": rows.view(targets.shape[0], -1).sum(1)}
+        return {"loss": _per_sample(rows.view(targets.shape))}
 
     def counts(self, targets: Tensor) -> Mapping[str, Tensor]:
         """Targets of each sample that are not IGNORED."""
-        return {"loss": (targets != IGNORED).view(targets.shape[0], -1).sum(1)}
+        return {"loss": _per_sample(targets != IGNORED)}
 
     def metrics(self) -> Mapping[str, Any]:
         """Accuracy, if asked for."""
         if not self.accuracy:
             return {}
-        from torchmetrics.classification import Accuracy  # 3 s of import, so only where it is used
+        from disttrain.models.metrics import Accuracy  # torchmetrics takes 3 s to import, so only where it is used
 
-        raise NotImplementedError(Accuracy)
+        return {"accuracy": Accuracy()}
 
 
 class LanguageModelling(Classification):
     """Next-token prediction: inputs and targets [micro, t], targets already shifted by one."""
 
     def __init__(self, accuracy: bool = False) -> None:
-        """Counted in tokens; perplexity and bits per byte follow from the loss and are the loop's."""
+        """Counted in tokens; perplexity and, where the data knows its bytes a token, bits per byte are the loop's."""
         super().__init__(unit="tokens", accuracy=accuracy)
 
 
@@ -81,25 +83,30 @@ class Regression:
     unit = "samples"
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        """Sum of squared errors of each sample."""
-        return {"loss": (outputs - targets).square().flatten(1).sum(1)}
+        """Sum of squared errors of each sample; ValueError where shapes differ, which would broadcast in silence."""
+        if outputs.shape != targets.shape:
+            raise ValueError(f"outputs have the shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}")
+        wide = torch.promote_types(outputs.dtype, torch.float32)
+        return {"loss": _per_sample((outputs.to(wide) - targets).square())}
 
     def counts(self, targets: Tensor) -> Mapping[str, Tensor]:
         """Number of target elements of each sample."""
-        per_sample = targets[0].numel()
-        return {"loss": torch.full((targets.shape[0],), per_sample, device=targets.device)}
+        return {"loss": torch.full((targets.shape[0],), targets[0].numel(), device=targets.device)}
 
     def metrics(self) -> Mapping[str, Any]:
         """None beside the loss."""
         return {}
 
 
+def _per_sample(values: Tensor) -> Tensor:
+    """Sums over all dimensions but the first."""
+    return values.reshape(values.shape[0], -1).sum(1)
+
+
 def task_of(model: nn.Module) -> Task:
     """The task that the model states as its attribute `task`."""
     task = getattr(model, "task", None)
     if not isinstance(task, Task):
-        from disttrain.errors import ConfigError
-
         raise ConfigError(
             f"{type(model).__name__} does not say what its task is (loss, valid targets, metrics)",
             "model.task._target_=disttrain.models.task.Classification, or set self.task in the model's __init__",

@@ -1,0 +1,53 @@
+"""Text from a language model, one token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from disttrain.errors import ConfigError
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module | Callable[[Tensor], Tensor],
+    prompt_ids: Sequence[int],
+    length: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+    max_seq_len: int,
+    device: torch.device | None = None,
+) -> list[int]:
+    """`prompt_ids` followed by `length` tokens drawn from `model` (token numbers [1, max_seq_len] to logits [1, max_seq_len, v]).
+
+    Every call of the model has that one shape: what is not there yet is padding to the right, which a causal model doesn't
+    see, and of a longer text it sees the end. `temperature` 0 takes the likeliest token; `top_k` draws from the k likeliest.
+    Draws come from `generator` (on the CPU) alone, so all ranks that see the same logits and seed draw the same.
+    """
+    if not prompt_ids:
+        raise ConfigError("generate.prompt is empty, and a model goes on from at least one token", "generate.prompt='def '")
+    was_training = isinstance(model, nn.Module) and model.training
+    if isinstance(model, nn.Module):
+        model.eval()
+    ids = list(prompt_ids)
+    for _ in range(length):
+        window = ids[-max_seq_len:]
+        padded = torch.zeros(1, max_seq_len, dtype=torch.int64)
+        padded[0, : len(window)] = torch.tensor(window)
+        logits = model(padded.to(device))[0, len(window) - 1]
+        ids.append(draw(logits.float().cpu(), temperature, top_k, generator))
+    if isinstance(model, nn.Module):
+        model.train(was_training)
+    return ids
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """One token from logits [v]: softmax(logits / temperature) over the `top_k` largest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    candidates, numbers = logits.topk(min(top_k or logits.numel(), logits.numel()))
+    chosen = torch.multinomial((candidates / temperature).softmax(-1), 1, generator=generator)
+    return int(numbers[chosen])
