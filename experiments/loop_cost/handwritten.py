@@ -1,24 +1,31 @@
-"""The loops that disttrain is measured against, as one writes them by hand."""
+"""The loops that disttrain is measured against, as one writes them by hand. `measure.py` starts this file."""
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 import time
-from itertools import count
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from experiments.loop_cost.mlp import MLP, RandomRows
 
-def one_process(model: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int, warmup: int, steps: int) -> float:
+
+def one_process(width: int, hidden: int, outputs: int, batch_size: int, warmup: int, steps: int) -> float:
     """Seconds a step of the plain loop: DataLoader, cross-entropy, clip, fused AdamW; nothing is logged."""
+    model = MLP(width, hidden, outputs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    loader = DataLoader(TensorDataset(inputs, targets), batch_size=batch_size, shuffle=True, drop_last=True)
-    done = 0
-    for _ in count():
+    loader = DataLoader(TensorDataset(*RandomRows(width, outputs).tensors()), batch_size=batch_size, shuffle=True, drop_last=True)
+    start, done = 0.0, 0
+    while done < warmup + steps:
         for x, y in loader:
             if done == warmup:
                 start = time.perf_counter()
@@ -29,15 +36,18 @@ def one_process(model: nn.Module, inputs: Tensor, targets: Tensor, batch_size: i
             optimizer.step()
             done += 1
             if done == warmup + steps:
-                return (time.perf_counter() - start) / steps
-    raise AssertionError("unreachable")
+                break
+    return (time.perf_counter() - start) / steps
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor, batch_size: int, warmup: int, steps: int) -> float:
-    """Seconds a step of the same loop on a model cut by `parallelize_module`; batches are consecutive rows."""
-    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+def tensor_parallel(width: int, hidden: int, outputs: int, batch_size: int, warmup: int, steps: int) -> float:
+    """Seconds a step of the same loop on a block cut by `parallelize_module`; batches are rows already in memory."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = parallelize_module(MLP(width, hidden, outputs, classes=False), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    inputs, targets = RandomRows(width, outputs, classes=False).tensors()
     num_batches = len(inputs) // batch_size
+    start = 0.0
     for step in range(warmup + steps):
         if step == warmup:
             start = time.perf_counter()
@@ -48,3 +58,28 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return (time.perf_counter() - start) / steps
+
+
+def two_ranks(sizes: list[int], file: Path) -> None:
+    """Fork a second rank, meet over a file on loopback, one thread each; rank 0 writes the time."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0 if child else 1, world_size=2)
+        seconds = tensor_parallel(*sizes)
+        dist.barrier()
+        dist.destroy_process_group()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    file.write_text(repr(seconds))
+
+
+if __name__ == "__main__":
+    kind, path, *numbers = sys.argv[1:]
+    arguments = [int(number) for number in numbers]
+    if kind == "one_process":
+        Path(path).write_text(repr(one_process(*arguments)))
+    else:
+        two_ranks(arguments, Path(path))

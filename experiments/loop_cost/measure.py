@@ -1,0 +1,112 @@
+"""What the loop costs: a step of ours over the same step written by hand.
+
+    python experiments/loop_cost/measure.py [--repeats 7] [--steps 1000]
+
+(a) One process, a two-layer MLP with cross-entropy: ours with the default callbacks at their default log
+    interval; by hand a DataLoader over a TensorDataset, clip_grad_norm_ and fused AdamW, logging nothing.
+(b) Two ranks, an MLP block cut by tensor parallelism: ours the same; by hand torch's parallelize_module.
+
+Every measurement is a process of its own, the two sides alternate, and a step's time is the mean over `--steps`
+steps after a warm-up. Prints the medians and their ratios; writes `measured.json` beside this file (or to --json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+WARMUP = 100
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: sizes of the MLP, and the highest ratio wanted."""
+
+    name: str
+    width: int
+    hidden: int
+    outputs: int
+    batch_size: int
+    classes: bool
+    ranks: int
+    wanted: float
+
+    def handwritten(self, file: Path, steps: int) -> list[str]:
+        """The command that times the loop written by hand."""
+        kind = "one_process" if self.ranks == 1 else "tensor_parallel"
+        sizes = (self.width, self.hidden, self.outputs, self.batch_size, WARMUP, steps)
+        return [sys.executable, "-m", "experiments.loop_cost.handwritten", kind, str(file), *map(str, sizes)]
+
+    def ours(self, file: Path, steps: int) -> list[str]:
+        """The command that times disttrain. It takes one step more than is timed, so that the end of the run is left out."""
+        return [
+            *(sys.executable, "-m", "disttrain", "launch.device=cpu", f"launch.world_size={self.ranks}"),
+            f"strategy={'single' if self.ranks == 1 else 'tensor_parallel'}",
+            *("model=custom", "model._target_=experiments.loop_cost.mlp.MLP"),
+            *(f"model.width={self.width}", f"model.hidden={self.hidden}", f"model.outputs={self.outputs}", f"model.classes={self.classes}"),
+            *("dataset=custom", "dataset._target_=experiments.loop_cost.mlp.RandomRows"),
+            *(f"dataset.width={self.width}", f"dataset.outputs={self.outputs}", f"dataset.classes={self.classes}"),
+            *(f"train.steps={WARMUP + steps + 1}", "train.eval_every=null", f"train.global_batch_size={self.batch_size}"),
+            *(f"callbacks.grad_accumulation.micro_batch_size={self.batch_size}", "scheduler=constant", "optimizer.lr=1e-3"),
+            "+callbacks.stopwatch._target_=experiments.loop_cost.stopwatch.Stopwatch",
+            *(f"+callbacks.stopwatch.file={file}", f"+callbacks.stopwatch.warmup={WARMUP}", f"+callbacks.stopwatch.steps={steps}"),
+        ]
+
+
+CASES = (
+    Case("one process", width=64, hidden=128, outputs=10, batch_size=16, classes=True, ranks=1, wanted=1.15),
+    Case("tensor parallel", width=256, hidden=1024, outputs=256, batch_size=128, classes=False, ranks=2, wanted=0.8),
+)
+
+
+def seconds(command: list[str], file: Path) -> float:
+    """Run one side in a process of its own; seconds a step."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return float(file.read_text())
+
+
+def measure(case: Case, repeats: int, steps: int, folder: Path) -> dict[str, object]:
+    """Alternate both sides; medians in microseconds a step, and their ratio."""
+    file = folder / "seconds.txt"
+    taken: dict[str, list[float]] = {"by hand": [], "disttrain": []}
+    for _ in range(repeats):
+        taken["by hand"].append(1e6 * seconds(case.handwritten(file, steps), file))
+        taken["disttrain"].append(1e6 * seconds(case.ours(file, steps), file))
+    medians = {side: statistics.median(values) for side, values in taken.items()}
+    ratio = medians["disttrain"] / medians["by hand"]
+    sizes = f"{case.width}-{case.hidden}-{case.outputs}, batch {case.batch_size}"
+    print(f"| {case.name} ({sizes}) | {medians['by hand']:.0f} | {medians['disttrain']:.0f} | {ratio:.2f} | {case.wanted} |", flush=True)
+    return {"case": case.name, "sizes": sizes, "microseconds": taken, "median_microseconds": medians, "ratio": ratio, "wanted": case.wanted}
+
+
+def main() -> None:
+    """Measure, print a table, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--case", choices=[case.name for case in CASES], help="this one only")
+    parser.add_argument("--json", type=Path, default=HERE / "measured.json")
+    arguments = parser.parse_args()
+    print("| case | by hand, us a step | disttrain, us a step | ratio | wanted, at most |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [case for case in CASES if arguments.case in (None, case.name)]
+        results = [measure(case, arguments.repeats, arguments.steps, Path(folder)) for case in cases]
+    found = {"date": date.today().isoformat(), "cores": os.cpu_count(), "cases": results}
+    arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
