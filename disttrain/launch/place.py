@@ -28,3 +28,10 @@ class Place:
     stop_requested: Callable[[], str | None]
     """Name of the signal that asked this run to stop, if one did; cheap enough to ask every step."""
     log_file: Path | None = None
+    attempt: int = 0
+    """How often this run was restarted after a failure: above 0, go on from its own newest checkpoint."""
+
+
+def alone() -> Place:
+    """This process as a world of one, for a Trainer outside any launch."""
+    return Place(0, 1, 0, 1, "alone", None, lambda: None)

@@ -1,0 +1,185 @@
+"""The life of a rank that the supervisor started: from its first instruction to `os._exit`.
+
+A rank dies with the supervisor, leaves Ctrl-C and the schedulers' signals to it, and ends by `os._exit` once
+its streams are flushed: nothing that a library put at interpreter exit can make it hang. Who must finish
+something (W&B, TensorBoard) does so in a hook before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from disttrain.errors import UserError
+from disttrain.launch import wire
+from disttrain.launch.outcome import DONE, FAILED, USER_ERROR, Failure
+from disttrain.launch.place import Place
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Entry = Callable[[Place], Any]
+"""What a rank runs; its return value goes back to the supervisor."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the supervisor tells a rank."""
+
+    rank: int
+    world_size: int
+    launcher: str
+    attempt: int
+    supervisor: int
+    """Its process id."""
+    threads: int
+    store: str
+    stop: str
+    result: str
+    """Paths of the shared files."""
+    log_file: Path | None
+
+    def place(self) -> Place:
+        """The rank's place, as the entry gets it."""
+        return Place(
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=self.rank,
+            local_world_size=self.world_size,
+            launcher=self.launcher,
+            make_store=self._open_store if self.world_size > 1 else None,
+            stop_requested=wire.StopPage(self.stop).requested,
+            log_file=self.log_file,
+            attempt=self.attempt,
+        )
+
+    def _open_store(self, timeout: timedelta) -> dist.Store:
+        import torch.distributed as dist
+
+        store = dist.FileStore(self.store, self.world_size)
+        store.set_timeout(timeout)
+        return store
+
+
+def live(assignment: Assignment, entry: Entry) -> NoReturn:
+    """Run `entry` on this rank's place, tell the supervisor how it went, and leave."""
+    status = FAILED
+    try:
+        _settle(assignment)
+        wire.write(assignment.result, (None, entry(assignment.place())))
+        status = DONE
+    except BaseException as error:
+        status = USER_ERROR if isinstance(error, UserError) else FAILED
+        failure = describe(error, assignment.rank, assignment.log_file)
+        _note(failure)
+        wire.write(assignment.result, (failure, None))
+    finally:
+        _leave(status)
+
+
+def describe(error: BaseException, rank: int, log_file: Path | None) -> Failure:
+    """`error` as data, so that it can cross to another process whatever its class."""
+    is_users = isinstance(error, UserError)
+    return Failure(
+        rank=rank,
+        kind=type(error).__qualname__,
+        message=str(error) or "(no message)",
+        traceback="" if is_users else "".join(traceback.format_exception(error)),
+        log_file=None if log_file is None else str(log_file),
+        is_users=is_users,
+        raised_at=time.monotonic(),
+    )
+
+
+def spawn_payload(assignment: Assignment, entry: Entry) -> tuple[Assignment, bytes]:
+    """What `spawned` reads. The entry is packed apart: a rank that can't import it can still say so."""
+    return assignment, wire.dump(entry)
+
+
+def spawned(path: str) -> NoReturn:
+    """First function of a rank in a new interpreter: what it needs lies in the supervisor's file at `path`."""
+    assignment, packed = wire.read(path)
+    live(assignment, lambda place: wire.load(packed)(place))
+
+
+def _settle(assignment: Assignment) -> None:
+    """Signals, streams and threads, before anything can go wrong."""
+    _die_with(assignment.supervisor)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if assignment.log_file is not None:
+        _open_log(assignment.log_file, keeps_terminal=assignment.rank == 0)
+    if "torch" in sys.modules or assignment.launcher == "spawn":
+        import torch
+
+        torch.set_num_threads(assignment.threads)
+
+
+def _die_with(supervisor: int) -> None:
+    """Be killed when the supervisor ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it ended before the call
+        os._exit(FAILED)
+
+
+def _open_log(path: Path, keeps_terminal: bool) -> None:
+    """Send this rank's output, native code's too, to its log; rank 0 keeps the terminal and logs there too.
+
+    The log also gets the stacks of all threads if this rank crashes, or is ended because another one failed.
+    """
+    log = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open as long as the rank lives)
+    if not keeps_terminal:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGTERM, log, chain=True)
+    log_to(log, show=keeps_terminal)
+
+
+def log_to(log: Any, show: bool) -> None:
+    """Let Python's logging write to the stream `log`, and to the terminal too where `show`."""
+    to_file = logging.StreamHandler(log)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers: list[logging.Handler] = [to_file]
+    if show:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)
+
+
+def _note(failure: Failure) -> None:
+    """Put a failure into this rank's own log."""
+    if failure.log_file is not None:
+        with contextlib.suppress(OSError), open(failure.log_file, "a", encoding="utf-8") as log:
+            log.write(f"{failure.traceback or failure.message}\n")
+
+
+def _leave(status: int) -> NoReturn:
+    """End now: no exit handlers, which may wait for other ranks, but nothing written is lost and no worker is left."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    with contextlib.suppress(Exception):
+        logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,273 @@
+"""The run folder: the record of a run, which `report`, `doctor` and `resume` read and nothing else.
+
+    config.yaml, config.1.yaml ...     resolved; a number for every time the run was resumed
+    overrides.yaml, overrides.1.yaml   what was typed
+    environment.json                   versions, machine, git commit and diff; no environment variables, no secrets
+    metrics.jsonl                      a row a log point
+    logs/rank-<n>.log
+    checkpoints/step-<n>/
+    wandb/, tensorboard/
+    result.json                        status, reason, exit code, final metrics
+
+Nothing in it names the folder's own absolute path: it can be moved. Rows and verdicts are strict JSON, so a
+metric that is not finite is written as "nan", "inf" or "-inf" and read back as that number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import secrets
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from disttrain.errors import LaunchError
+
+_ID_LETTERS = string.ascii_lowercase + string.digits
+_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+def new_folder(outputs: Path, now: datetime | None = None) -> Path:
+    """Make `outputs/<date>/<time>-<short id>/`, for a run or for a sweep's jobs, which then lie in it by number."""
+    now = now or datetime.now()
+    while True:
+        short_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(4))
+        path = outputs / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{short_id}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the whole file or nothing: a reader never sees a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of `value` as strict JSON."""
+    write_text(path, json.dumps(_strict(value), indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, or None where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+class RunFolder:
+    """One run's folder. The parent makes it, ranks open the same path; only one process a file writes."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Open the folder at `path`, which exists."""
+        self.path = Path(path)
+        self._metrics: IO[str] | None = None
+        self._lock: int | None = None
+
+    @classmethod
+    def make(cls, outputs: Path | str, job: Path | None = None) -> RunFolder:
+        """A new folder under `outputs`, or at `job` for a job of a sweep."""
+        if job is None:
+            return cls(new_folder(Path(outputs)))
+        job.mkdir(parents=True, exist_ok=False)
+        return cls(job)
+
+    # --- where things lie -------------------------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie, one folder a step."""
+        return self.path / "checkpoints"
+
+    def step_folder(self, step: int) -> Path:
+        """The checkpoint of `step`; whether it exists is another question."""
+        return self.checkpoints / f"step-{step}"
+
+    def log_file(self, rank: int) -> Path:
+        """The log of `rank`."""
+        return self.path / "logs" / f"rank-{rank}.log"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON row a log point."""
+        return self.path / "metrics.jsonl"
+
+    def subfolder(self, name: str) -> Path:
+        """A folder of that name in it (`wandb`, `tensorboard`, `profile`, ...), made if need be."""
+        (self.path / name).mkdir(exist_ok=True)
+        return self.path / name
+
+    # --- one run at a time ------------------------------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Keep other runs out until `unlock`, or until this process and the ranks it forked are gone.
+
+        A file system without locks lets everybody in. Raises LaunchError if another run is writing here.
+        """
+        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise LaunchError(
+                f"the run folder {self.path} is in use by another run that is still alive",
+                "wait for it or stop it, or leave out resume= to begin a new run",
+            ) from None
+        except OSError as error:
+            os.close(handle)
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+            return
+        self._lock = handle
+
+    def unlock(self) -> None:
+        """Let others in. Ranks share the parent's lock, so this ends theirs too."""
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._lock = None
+
+    # --- config and environment -------------------------------------------------------------------------------
+
+    def store_config(self, text: str, overrides: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+        """Put the resolved config and what was typed beside those already here; none is overwritten.
+
+        Returns {key: (value before, value now)} against the newest one of before; empty for a new run.
+        """
+        before = self._newest("config")
+        number = len(self._all("config"))
+        name = f".{number}" if number else ""
+        text = self._portable(text)
+        write_text(self.path / f"config{name}.yaml", text)
+        write_text(self.path / f"overrides{name}.yaml", self._portable(yaml.safe_dump(list(overrides), allow_unicode=True)))
+        if before is None:
+            return {}
+        old, new = (dict(_flat(yaml.safe_load(one) or {})) for one in (before.read_text(encoding="utf-8"), text))
+        absent = "(absent)"
+        return {
+            key: (old.get(key, absent), new.get(key, absent))
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key, absent) != new.get(key, absent)
+        }
+
+    def config_text(self) -> str:
+        """The newest resolved config; FileNotFoundError where there is none."""
+        newest = self._newest("config")
+        if newest is None:
+            raise FileNotFoundError(f"{self.path} holds no config.yaml: it is not a run folder")
+        return newest.read_text(encoding="utf-8")
+
+    def overrides(self) -> list[str]:
+        """What was typed for the newest config of this run, stored overrides included."""
+        newest = self._newest("overrides")
+        return [] if newest is None else [str(one) for one in yaml.safe_load(newest.read_text(encoding="utf-8")) or []]
+
+    def store_environment(self, description: Mapping[str, Any]) -> None:
+        """Write environment.json; one of an earlier start of the same run moves to environment.<n>.json."""
+        current = self.path / "environment.json"
+        if current.exists():
+            number = 1 + len(list(self.path.glob("environment.*.json")))
+            os.replace(current, self.path / f"environment.{number}.json")
+        write_json(current, description)
+
+    # --- metrics ----------------------------------------------------------------------------------------------
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row to metrics.jsonl; it is on its way to the disk when this returns."""
+        if self._metrics is None:
+            self._metrics = self.metrics_file.open("a", encoding="utf-8")
+        self._metrics.write(json.dumps(_strict(row), allow_nan=False) + "\n")
+        self._metrics.flush()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl in order; a last line cut off by a crash is left out."""
+        return list(self._rows())
+
+    def cut_back(self, step: int) -> None:
+        """Drop the rows after `step`: the run goes on from there."""
+        if not self.metrics_file.exists():
+            return
+        self.close()
+        rows = [row for row in self._rows() if row["step"] <= step]
+        write_text(self.metrics_file, "".join(json.dumps(_strict(row)) + "\n" for row in rows))
+
+    def close(self) -> None:
+        """Close metrics.jsonl; `append` opens it again."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    # --- verdict ----------------------------------------------------------------------------------------------
+
+    def write_result(self, **fields: Any) -> None:
+        """Set these fields of result.json (`status`, `reason`, `exit_code`, `metrics`, ...); others stay."""
+        write_json(self.path / "result.json", self.result() | fields)
+
+    def result(self) -> dict[str, Any]:
+        """What result.json holds; `status` is 'running' while a run is alive, or was killed without a word."""
+        return dict(_numbers(read_json(self.path / "result.json") or {}))
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        if not self.metrics_file.exists():
+            return
+        with self.metrics_file.open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.endswith("\n") and line.strip():
+                    yield _numbers(json.loads(line))
+
+    def _all(self, stem: str) -> list[Path]:
+        """`<stem>.yaml`, `<stem>.1.yaml`, ... as far as they go without a gap."""
+        found: list[Path] = []
+        while (path := self.path / (f"{stem}.{len(found)}.yaml" if found else f"{stem}.yaml")).exists():
+            found.append(path)
+        return found
+
+    def _newest(self, stem: str) -> Path | None:
+        return next(reversed(self._all(stem)), None)
+
+    def _portable(self, text: str) -> str:
+        """`text` without the folder's own absolute path, which a typed `resume=` may hold."""
+        return text.replace(str(self.path.resolve()), ".")
+
+
+def _strict(value: Any) -> Any:
+    """`value` with numbers that JSON cannot say as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _strict(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(one) for one in value]
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    """The inverse of `_strict`."""
+    if isinstance(value, dict):
+        return {key: _numbers(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_numbers(one) for one in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, leaf) of a nested mapping; lists are leaves."""
+    if not isinstance(tree, dict) or not tree:
+        yield prefix, tree
+        return
+    for key, value in tree.items():
+        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
