@@ -71,12 +71,16 @@ class Mesh:
         return self._axes[name]
 
     def coordinate(self, rank: int | None = None) -> dict[str, int]:
-        """Where `rank` (this one by default) stands on each atomic axis."""
+        """Where `rank` (this one by default) stands on each atomic axis and view."""
         rest = self.rank if rank is None else rank
         at = {}
         for name in reversed(AXES):
             rest, at[name] = divmod(rest, self.degrees[name])
-        return {name: at[name] for name in AXES}
+        for view, parts in VIEWS.items():
+            at[view] = 0
+            for name in parts:
+                at[view] = at[view] * self.degrees[name] + at[name]
+        return at
 
     def _make(self, name: str) -> Axis:
         parts = VIEWS.get(name, (name,))

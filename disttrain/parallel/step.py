@@ -76,7 +76,6 @@ class Local:
     """This rank's numbers of one step. `losses` are sums by term and micro-batch [terms, micro], unscaled."""
 
     losses: Tensor
-    squares: Tensor  # float64 sum of squares of this rank's gradients, each element weighted 1 / replicas, still scaled
 
 
 @dataclass

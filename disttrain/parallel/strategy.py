@@ -73,8 +73,7 @@ class Strategy:
             if self._data.size > 1:
                 by_axis["data"] = Sum(done=True)
             self.layouts[name] = Layout(shapes[name], by_axis, {axis: degrees[axis] for axis in by_axis})
-        self.at = {"data": self._data.index, "tp": self._tp.index}
-        materialise(model, self.layouts, self.at, self.seed, self.device, dtype)
+        materialise(model, self.layouts, self.mesh.coordinate(), self.seed, self.device, dtype)
         self.parameters = dict(model.named_parameters())
         self._plan_reduction()
         self.module = data.LossModule(model, task)
@@ -130,7 +129,7 @@ class Strategy:
                     total = total + value * weight
                 total.backward()
             losses.append(torch.stack([value.detach() for value in sums]))
-        return Local(torch.stack(losses, dim=1), self._squares_later())
+        return Local(torch.stack(losses, dim=1))
 
     def _loss_weights(self, counts: Tensor) -> list[Tensor]:
         """loss scale x data ranks / count, by term: DDP divides by the data ranks again."""
@@ -138,9 +137,6 @@ class Strategy:
         weights = torch.where(counts > 0, scale / counts.clamp(min=1.0), 0.0)
         dtype = torch.float64 if self._trained and self._trained[0].dtype == torch.float64 else torch.float32
         return list(weights.to(dtype).unbind())
-
-    def _squares_later(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def finish(
         self, local: Local, verdicts: Sequence[Tensor], flags: Sequence[float] | None, measured: Sequence[float], following: Step | None, counts: Tensor
@@ -151,8 +147,7 @@ class Strategy:
         step (as many on every rank); `following`: the next step, whose counts ride along; `counts`: this step's.
         """
         self._complete_gradients()
-        local.squares = self._squares()
-        vector = self._pack(local, verdicts, flags, measured, following)
+        vector = self._pack(local, self._squares(), verdicts, flags, measured, following)
         collectives.all_reduce_(vector, self._world)
         return self._unpack(vector, local.losses.shape, len(measured), following, counts)
 
@@ -181,7 +176,7 @@ class Strategy:
         return torch.tensor(list(step.local_counts.values()), dtype=torch.float64).to(self.device, non_blocking=True)
 
     def _pack(
-        self, local: Local, verdicts: Sequence[Tensor], flags: Sequence[float] | None, measured: Sequence[float], following: Step | None
+        self, local: Local, squares: Tensor, verdicts: Sequence[Tensor], flags: Sequence[float] | None, measured: Sequence[float], following: Step | None
     ) -> Tensor:
         """[losses, next counts, squares, verdicts, measured by rank]; float64. Ranks with the same samples speak once."""
         asked = torch.zeros(len(Verdict), dtype=torch.float64, device=self.device)
@@ -193,7 +188,7 @@ class Strategy:
         counts = self._local_counts(following) if following is not None else losses.new_zeros(local.losses.shape[0])
         if self._tp.size > 1:
             losses, counts = losses * self._speaks, counts * self._speaks
-        parts = [losses, counts, local.squares[None], asked]
+        parts = [losses, counts, squares[None], asked]
         if measured:
             slots = torch.zeros(self._world.size, len(measured), dtype=torch.float64)
             slots[self._world.index] = torch.tensor(measured, dtype=torch.float64)

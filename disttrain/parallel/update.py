@@ -59,7 +59,6 @@ class Update:
         if self._on_device:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate if self._uniform else torch.zeros_like(self.rate)
-        self._set_rates()
 
     @property
     def honours_skip(self) -> bool:
@@ -68,6 +67,7 @@ class Update:
 
     def __call__(self, report: Report) -> None:
         """Update, or not; then forget the gradients."""
+        self._set_rates()
         skip = report.skip
         divisor = self._divisor(report)
         if self._on_device:
@@ -83,7 +83,6 @@ class Update:
         self.updates += (1 - skip).to(torch.int64)
         if self.loss_scale is not None:
             self.loss_scale.adapt(report.overflow)
-        self._set_rates()
 
     def _divisor(self, report: Report) -> Tensor | None:
         """What gradients are divided by: loss scale / clip factor."""
@@ -143,4 +142,3 @@ class Update:
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.value.fill_(state["loss_scale"])
             self.loss_scale.streak.fill_(state["streak"])
-        self._set_rates()

@@ -39,8 +39,25 @@ class Progress:
         flags, self._flags = self._flags, [0.0] * NUM_VERDICTS
         return flags
 
-    def post(self, verdict: Tensor) -> None:
-        """Start copying the agreed counters [4] of this step to the host, without waiting."""
+    def settle(self, verdict: Tensor, drain: bool) -> Verdict:
+        """Post the agreed counters [4] of this step, and return the verdict of the step before.
+
+        `drain` waits for this step's as well, and returns the larger: before a save, an evaluation and the end.
+        SKIP is never returned: it was settled on the device.
+        """
+        late = self._read()
+        self._post(verdict)
+        return max(late, self._read()) if drain else late
+
+    def finish_step(self, epoch_ends: bool) -> None:
+        """Move the position behind the step just taken."""
+        if epoch_ends:
+            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+        else:
+            self.step_in_epoch += 1
+
+    def _post(self, verdict: Tensor) -> None:
+        """Start copying to the host, without waiting."""
         if verdict.device.type == "cuda":
             host = torch.empty(NUM_VERDICTS, dtype=verdict.dtype, pin_memory=True)
             host.copy_(verdict, non_blocking=True)
@@ -50,8 +67,8 @@ class Progress:
         else:
             self._late = (verdict, None)
 
-    def settled(self) -> Verdict:
-        """The verdict posted last, waited for if need be. SKIP is not returned: it was settled on the device."""
+    def _read(self) -> Verdict:
+        """The verdict posted last, waited for if need be; GO if there is none."""
         if self._late is None:
             return Verdict.GO
         host, event = self._late
@@ -59,10 +76,7 @@ class Progress:
         if event is not None:
             event.synchronize()
         counts = host.tolist()
-        for verdict in (Verdict.STOP, Verdict.SAVE):
-            if counts[verdict] > 0:
-                return verdict
-        return Verdict.GO
+        return next((verdict for verdict in (Verdict.STOP, Verdict.SAVE) if counts[verdict] > 0), Verdict.GO)
 
     def state_dict(self) -> dict[str, int]:
         """Position as integers; read only at a save, after draining."""

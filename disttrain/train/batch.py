@@ -1,0 +1,204 @@
+"""Fills the Step: this rank's slice of each global batch, in micro-batches of one shape, ahead of its use.
+
+A rank takes contiguous rows of the global batch by its index on the data axis; ranks of one tensor group take
+the same. Where an epoch runs out, rows are void: they repeat some sample, and count for nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttrain.data.dataset import VOID, Order, Position, sample_seeds
+from disttrain.models.task import Task
+from disttrain.parallel.mesh import Axis
+from disttrain.parallel.step import Batch, Step
+
+Request = tuple[Tensor, Tensor]
+"""(indices, seeds) of the samples of one local batch; none is void."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which rows of a global batch a rank takes, and in what micro-batches."""
+
+    axis: Axis
+    global_batch_size: int
+    micro_batch_size: int
+
+    @property
+    def local_batch_size(self) -> int:
+        """Rows of this rank."""
+        return self.global_batch_size // self.axis.size
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches a step."""
+        return self.local_batch_size // self.micro_batch_size
+
+    def rows(self, global_indices: Tensor) -> Tensor:
+        """This rank's part of [global_batch_size] sample numbers."""
+        start = self.axis.index * self.local_batch_size
+        return global_indices[start : start + self.local_batch_size]
+
+
+class Feed:
+    """Steps of one split, in order, from any position."""
+
+    def __init__(
+        self,
+        batches: Callable[[Iterator[Request]], Iterator[tuple[Any, Any]]],
+        order: Order,
+        part: Slice,
+        task: Task,
+        device: torch.device,
+        prefetch: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        """`batches` turns requests into (inputs, targets), in order; `prefetch` steps are built ahead in a thread."""
+        self.order = order
+        self.part = part
+        self.task = task
+        self.device = device
+        self.prefetch = prefetch
+        self.pin_memory = pin_memory and device.type == "cuda"
+        self._batches = batches
+
+    def steps(self, positions: Iterator[tuple[int, Position]]) -> Iterator[Step]:
+        """The steps (number, position) asked for, on the device, copies begun one step before a step is handed out."""
+        host = self._host_steps(positions)
+        if self.prefetch:
+            host = _ahead(host, self.prefetch)
+        return _on_cuda(host, self.device) if self.device.type == "cuda" else host
+
+    def _host_steps(self, positions: Iterator[tuple[int, Position]]) -> Iterator[Step]:
+        asked: queue.SimpleQueue[tuple[int, Tensor]] = queue.SimpleQueue()
+
+        def requests() -> Iterator[Request]:
+            for number, position in positions:
+                rows = self.part.rows(self.order.global_batch(position))
+                asked.put((number, rows))
+                samples = torch.where(rows == VOID, rows.max().clamp(min=0), rows)
+                yield samples, sample_seeds(self.order.seed, position.epoch, samples)
+
+        for inputs, targets in self._batches(requests()):
+            number, rows = asked.get()
+            yield self._cut(number, rows, inputs, targets)
+
+    def _cut(self, number: int, rows: Tensor, inputs: Any, targets: Any) -> Step:
+        """Count valid targets, then cut the local batch into micro-batches."""
+        real = rows != VOID
+        whole = bool(real.all())
+        counts = self.task.counts(targets)
+        local_counts = {term: float((count if whole else count * real).sum()) for term, count in counts.items()}
+        size = self.part.micro_batch_size
+        if self.pin_memory:
+            inputs, targets, real = (_map(lambda x: x.pin_memory(), value) for value in (inputs, targets, real))
+        micro = []
+        for start in range(0, self.part.local_batch_size, size):
+            cut = slice(start, start + size)
+            micro.append(Batch(_map(lambda x, c=cut: x[c], inputs), _map(lambda x, c=cut: x[c], targets), None if whole else real[cut], rows[cut]))
+        return Step(number, micro, local_counts)
+
+
+def train_positions(order: Order, start_step: int, start: Position, num_steps: int, fixed: bool = False) -> Iterator[tuple[int, Position]]:
+    """(step number, position) of the steps start_step .. num_steps - 1; `fixed` repeats the first batch of all."""
+    position = start
+    for number in range(start_step, num_steps):
+        yield number, Position() if fixed else position
+        last = position.step + 1 == order.steps_per_epoch
+        position = Position(position.epoch + 1, 0) if last else Position(position.epoch, position.step + 1)
+
+
+def split_positions(order: Order) -> Iterator[tuple[int, Position]]:
+    """Every batch of a split once, for evaluation."""
+    for step in range(order.steps_per_epoch):
+        yield step, Position(0, step)
+
+
+def _map(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """`change` every tensor of a tensor, tuple, list or dict."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: _map(change, value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_map(change, value) for value in tree)
+    return tree
+
+
+class _Failed:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _ahead(steps: Iterator[Step], depth: int) -> Iterator[Step]:
+    """Build up to `depth` steps ahead in a thread; its errors are raised here. The thread ends with the consumer."""
+    built: queue.Queue[Step | _Failed | None] = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(item: Step | _Failed | None) -> bool:
+        while not stop.is_set():
+            try:
+                built.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def build() -> None:
+        try:
+            for step in steps:
+                if not put(step):
+                    return
+            put(None)
+        except BaseException as error:  # handed to the consumer, which raises it
+            put(_Failed(error))
+
+    thread = threading.Thread(target=build, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := built.get()) is not None:
+            if isinstance(item, _Failed):
+                raise item.error
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _on_cuda(steps: Iterator[Step], device: torch.device) -> Iterator[Step]:
+    """Copy each step on a stream of its own while the one before is in use."""
+    stream = torch.cuda.Stream(device)
+    pending: Step | None = None
+    for step in steps:
+        with torch.cuda.stream(stream):
+            move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
+            for batch in step.micro:
+                batch.inputs, batch.targets = _map(move, batch.inputs), _map(move, batch.targets)
+                batch.valid = None if batch.valid is None else move(batch.valid)
+        if pending is not None:
+            yield _claim(pending, stream)
+        pending = step
+    if pending is not None:
+        yield _claim(pending, stream)
+
+
+def _claim(step: Step, stream: torch.cuda.Stream) -> Step:
+    """Order the compute stream after the copies of `step`, and keep its memory until that stream is done with it."""
+    compute = torch.cuda.current_stream()
+    compute.wait_stream(stream)
+
+    def keep(x: Tensor) -> Tensor:
+        x.record_stream(compute)
+        return x
+
+    for batch in step.micro:
+        _map(keep, batch.inputs), _map(keep, batch.targets), _map(keep, batch.valid)
+    return step

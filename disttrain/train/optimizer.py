@@ -1,0 +1,130 @@
+"""What an optimizer is given: parameter groups, and the rate as a table over updates."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from disttrain.errors import ConfigError
+
+
+class Schedule(Protocol):
+    """Factor on the base rate, by number of updates already made."""
+
+    def __call__(self, update: int) -> float:
+        """Factor for the update after `update` others."""
+
+
+class _WithWarmup:
+    """Linear warm-up over `warmup_steps` (the first update already moves), then `after`."""
+
+    def __init__(self, num_steps: int, warmup_steps: int = 0) -> None:
+        if not 0 <= warmup_steps <= num_steps:
+            raise ConfigError(
+                f"scheduler.warmup_steps={warmup_steps} does not lie within the run's {num_steps} steps",
+                f"scheduler.warmup_steps={max(0, num_steps // 10)}",
+            )
+        self.num_steps = num_steps
+        self.warmup_steps = warmup_steps
+
+    def __call__(self, update: int) -> float:
+        if update < self.warmup_steps:
+            return (update + 1) / self.warmup_steps
+        return self.after(update - self.warmup_steps, max(1, self.num_steps - self.warmup_steps))
+
+    def after(self, update: int, length: int) -> float:
+        """Factor `update` updates after warm-up, of `length`."""
+        raise NotImplementedError
+
+
+class Constant(_WithWarmup):
+    """The base rate."""
+
+    def after(self, update: int, length: int) -> float:
+        """One."""
+        return 1.0
+
+
+class Cosine(_WithWarmup):
+    """Half a cosine from one down to `min_factor` (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5)."""
+
+    def __init__(self, num_steps: int, warmup_steps: int = 0, min_factor: float = 0.1) -> None:
+        super().__init__(num_steps, warmup_steps)
+        self.min_factor = min_factor
+
+    def after(self, update: int, length: int) -> float:
+        """The cosine, flat at `min_factor` behind its end."""
+        done = min(1.0, update / length)
+        return self.min_factor + (1 - self.min_factor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class WarmupStableDecay(_WithWarmup):
+    """Flat, then linear down to `min_factor` over the last `decay_steps` (Hu et al. 2024, arXiv:2404.06395, section 4)."""
+
+    def __init__(self, num_steps: int, warmup_steps: int = 0, decay_steps: int | None = None, min_factor: float = 0.0) -> None:
+        super().__init__(num_steps, warmup_steps)
+        self.decay_steps = max(1, num_steps // 5) if decay_steps is None else decay_steps
+        self.min_factor = min_factor
+        if warmup_steps + self.decay_steps > num_steps:
+            raise ConfigError(
+                f"scheduler.warmup_steps={warmup_steps} and scheduler.decay_steps={self.decay_steps} exceed the run's {num_steps} steps",
+                f"scheduler.decay_steps={max(1, num_steps - warmup_steps)}",
+            )
+
+    def after(self, update: int, length: int) -> float:
+        """One, until the decay begins."""
+        left = length - update
+        if left >= self.decay_steps:
+            return 1.0
+        return self.min_factor + (1 - self.min_factor) * max(0, left) / self.decay_steps
+
+
+def tabulate(schedule: Schedule, num_steps: int, device: torch.device) -> Tensor:
+    """The schedule as a table [num_steps + 1], float64 on the device: reading it there needs no host."""
+    return torch.tensor([schedule(update) for update in range(num_steps + 1)], dtype=torch.float64, device=device)
+
+
+def parameter_groups(model: nn.Module, parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay; vectors (norms, biases) and embeddings, tied heads included, without.
+
+    `parameters` may be local parts: a cut never changes a parameter's number of dimensions.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if type(module).__name__ in _EMBEDDINGS and isinstance(module.weight, nn.Parameter)}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    decayed = [p for p in trained.values() if p.dim() >= 2 and id(p) not in embeddings]
+    kept = {id(p) for p in decayed}
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": [p for p in trained.values() if id(p) not in kept], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+_EMBEDDINGS = ("Embedding", "VocabEmbedding", "SequencePart")
+
+
+def build_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer, fused where its class offers that and every parameter allows it."""
+    options = dict(arguments)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    offers_fused = "fused" in inspect.signature(make).parameters
+    fusable = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+    if offers_fused and fusable and "foreach" not in options:
+        options.setdefault("fused", True)
+    optimizer = make(groups, **options)
+    if isinstance(optimizer, torch.optim.SGD):
+        _start_momentum(optimizer)
+    return optimizer
+
+
+def _start_momentum(optimizer: torch.optim.SGD) -> None:
+    """Momentum of zero before the first step: torch's fused kernel leaves it unset if that step is skipped."""
+    for group in optimizer.param_groups:
+        if group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
