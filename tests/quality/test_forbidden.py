@@ -23,6 +23,11 @@ PICKLE_CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "yaml.load"
 OBJECT_COLLECTIVES = {name for name in COLLECTIVES if "object" in name}
 """They pickle what they send."""
 
+MAY_UNPICKLE_OR_EVAL = {
+    "disttrain/launch/wire.py": "between live processes of ours, in memory that has no name; nothing is stored",
+    "disttrain/config/components.py": "annotations of our own source, without builtins",
+}
+
 PACKAGE = sources("disttrain")
 
 
@@ -82,7 +87,8 @@ def test_collectives_are_called_in_one_file() -> None:
 
 
 def test_nothing_that_is_read_can_run() -> None:
-    assert not [line for source in PACKAGE for line in pickles_in(source)]
+    wrong = {source.path: pickles_in(source) for source in PACKAGE if pickles_in(source)}
+    assert wrong.keys() == MAY_UNPICKLE_OR_EVAL.keys(), wrong
 
 
 @pytest.mark.parametrize(
