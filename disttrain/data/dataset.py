@@ -7,10 +7,15 @@ batch. Ranks take slices of it elsewhere. A position is two integers, so a resum
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from disttrain.data.module import DataModule, Kind, Loading
+from disttrain.data.seeds import derive, sample_seeds
+
+__all__ = ["VOID", "DataModule", "Dataset", "Kind", "Loading", "Order", "Position", "sample_seeds"]
 
 VOID = -1
 """Index of a sample that fills up a batch and counts for nothing."""
@@ -20,8 +25,9 @@ VOID = -1
 class Dataset(Protocol):
     """Numbered samples, built a batch at a time."""
 
-    fingerprint: str
-    """Changes when the samples do; compared over hosts and at resume."""
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the samples do; compared over hosts and at resume."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -29,24 +35,8 @@ class Dataset(Protocol):
     def batch(self, indices: Tensor, seeds: Tensor) -> tuple[Any, Any]:
         """(inputs, targets) of the samples `indices` [n] (int64, none void), rows stacked in that order.
 
-        `seeds` [n] are each sample's own (seed, epoch, sample) hash: random draws come from them alone.
+        `seeds` [n] are each sample's own, see `sample_seeds`: random draws come from them alone.
         """
-
-
-@runtime_checkable
-class DataModule(Protocol):
-    """A choice of the config group `dataset`: where data comes from, and its splits."""
-
-    needs_prepare: ClassVar[bool]
-
-    def prepare(self) -> None:
-        """Fetch or convert, once a node, in the parent before any rank starts, without torch operations. May raise DataError."""
-
-    def train(self) -> Dataset:
-        """The training split, read-only, memory-mapped where it is large."""
-
-    def validation(self) -> Dataset | None:
-        """The validation split, apart from the training one; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,7 @@ class Order:
 
     def _of(self, epoch: int) -> Tensor:
         if epoch != self._epoch or self._permutation is None:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
+            generator = torch.Generator().manual_seed(derive(self.seed, epoch))
             self._permutation = torch.randperm(self.length, generator=generator)
             self._epoch = epoch
         return self._permutation
