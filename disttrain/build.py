@@ -209,7 +209,7 @@ def build_evaluator(config: Config, strategy: Strategy, splits: Splits, micro_ba
     order = Order(len(splits.validation), config.train.global_batch_size, config.seed, shuffle=False)
     feed = build_feed(config, splits.validation, order, strategy, micro_batch_size, splits.module)
     own = {name: instantiate(component) for name, component in config.metrics.items()}
-    metrics = MetricSet(strategy.task, own, strategy.mesh.axis("world"), strategy.device)
+    metrics = MetricSet(strategy.task, own, strategy.mesh.axis("data"), strategy.device)
     return Evaluator(strategy, feed, metrics, splits.module.bytes_per_token)
 
 

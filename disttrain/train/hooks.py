@@ -136,8 +136,11 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up `state_dict`'s values."""
 
-    def state_tensors(self) -> Mapping[str, Tensor]:
-        """Tensors that must survive a resume: {'<set>/<parameter name>': local tensor, laid out as that parameter}."""
+    def state_tensors(self, trainer: Trainer) -> Mapping[str, Tensor]:
+        """Tensors that must survive a resume: {'<set>/<parameter name>': local tensor, laid out as that parameter}.
+
+        A resume asks for them before `on_fit_start`, to fill them in place.
+        """
         return {}
 
 

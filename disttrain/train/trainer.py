@@ -245,7 +245,8 @@ class Trainer:
     def _agreed_reason(self) -> str:
         """Why the run stops, from whichever rank asked; every rank is here."""
         given = collectives.gather_json(self.progress.reasons, self.mesh.axis("world"), self.device)
-        return next((reasons[-1] for reasons in given if reasons), "asked to stop")
+        stops = [reason for reasons in given for reason in reasons if reason.startswith(Verdict.STOP.name)]
+        return stops[-1] if stops else "asked to stop"
 
     # --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -314,7 +315,7 @@ class Trainer:
         for name, held in self.update.state_tensors(names, self.layouts).items():
             state.tensors[f"optimizer/{name}"] = held
         for key, callback in self.callbacks.items():
-            for name, tensor in callback.state_tensors().items():
+            for name, tensor in callback.state_tensors(self).items():
                 state.tensors[f"callbacks/{key}/{name}"] = (tensor, self.layouts[name.split("/", 1)[1]])
         state.values = {
             "progress": self.progress.state_dict(),
@@ -335,7 +336,8 @@ class Trainer:
             totals, epoch_start = (torch.tensor(x, dtype=torch.float64, device=self.device) for x in state.values["totals"])
             self._totals, self._logged, self._epoch_start = totals, totals.clone(), epoch_start
         for key, callback in self.callbacks.items():
-            callback.load_state_dict(state.values["callbacks"].get(key, {}))
+            if key in state.values["callbacks"]:  # one that was added for this start begins anew
+                callback.load_state_dict(state.values["callbacks"][key])
         self._call("on_load_checkpoint", state)
         return notes
 
