@@ -21,7 +21,7 @@ from disttrain.checkpoint.files import VALUES, Entry, flush, old_path, partial_p
 from disttrain.checkpoint.state import State
 from disttrain.parallel.collectives import gather_json
 from disttrain.parallel.layout import Cut, Layout
-from disttrain.parallel.mesh import Mesh
+from disttrain.parallel.mesh import AXES, VIEWS, Mesh
 
 HEADER = "disttrain"
 """Key of a safetensors file's metadata that holds {key in the file: {name, shape, offsets}} as JSON."""
@@ -58,7 +58,7 @@ def snapshot(state: State, mesh: Mesh) -> Snapshot:
     tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)
     places: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for full_name, (tensor, layout) in state.tensors.items():
-        if not _is_writer(layout, mesh, at):
+        if not _is_writer(layout, at):
             continue
         kind, name = full_name.split("/", 1)
         for whole, local in layout.pieces(at):
@@ -121,9 +121,10 @@ def commit(partial: Path, folder: Path, values: dict[str, Any], entries: list[En
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _is_writer(layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> bool:
+def _is_writer(layout: Layout, at: Mapping[str, int]) -> bool:
     """First replica on every axis that does not cut the tensor. Stages (`pp`) hold different tensors under different names."""
-    return all(at[axis] == 0 or axis == "pp" or isinstance(layout.placements.get(axis), Cut) for axis in mesh.degrees)
+    cut = {part for axis, placement in layout.placements.items() if isinstance(placement, Cut) for part in VIEWS.get(axis, (axis,))}
+    return all(at[axis] == 0 for axis in AXES if axis not in cut and axis != "pp")
 
 
 def _entries(parts: list[dict[str, Any]]) -> list[Entry]:

@@ -23,16 +23,16 @@ QKV = Cut(0, (8, 4, 4))
 def layouts(degrees):
     """A merged projection cut by segments, a row-cut matrix cut again over data, a copy, a scalar."""
     tp, shard = degrees.get("tp", 1), degrees.get("dp_outer", 1)
-    axes = {"tp": tp, "dp_outer": shard}
+    axes = {"tp": tp, "data": shard}
 
     def made(shape, **placements):
         return Layout(shape, {axis: placement for axis, placement in placements.items() if axes[axis] > 1}, axes)
 
     return {
-        "model/qkv.weight": made((16, 6), tp=QKV, dp_outer=Sum()),
-        "model/out.weight": made((4, 8), tp=Cut(1), dp_outer=Cut(0)),
-        "model/norm.weight": made((5,), tp=Copy(), dp_outer=Sum(done=True)),
-        "optimizer/qkv.weight/exp_avg": made((16, 6), tp=QKV, dp_outer=Cut(0)),
+        "model/qkv.weight": made((16, 6), tp=QKV, data=Sum()),
+        "model/out.weight": made((4, 8), tp=Cut(1), data=Cut(0)),
+        "model/norm.weight": made((5,), tp=Copy(), data=Sum(done=True)),
+        "optimizer/qkv.weight/exp_avg": made((16, 6), tp=QKV, data=Cut(0)),
         "optimizer/norm.weight/step": Layout(()),
     }
 
