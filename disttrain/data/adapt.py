@@ -35,10 +35,7 @@ class MapStyle(SeedsProcess):
     def __init__(self, dataset: torch.utils.data.Dataset[Any]) -> None:
         """DataError if it has no length."""
         self.dataset = dataset
-        try:
-            self.length = len(dataset)  # type: ignore[arg-type]
-        except TypeError as error:
-            raise DataError(f"{type(dataset).__name__} has no __len__, and is no torch IterableDataset either") from error
+        self.length = _length(dataset, "derive it from torch.utils.data.IterableDataset, or give it __len__")
         self.fingerprint = fingerprint_of(dataset, self.length)
 
     def __len__(self) -> int:
@@ -68,9 +65,9 @@ class Stream(SeedsProcess):
     """
 
     def __init__(self, dataset: IterableDataset[Any], length: int | None = None) -> None:
-        """`length`: samples an epoch; by default the data set's own, or counted by walking through it once."""
+        """`length`: samples an epoch, by default the data set's own; DataError if it states none."""
         self.dataset = dataset
-        self.length = _stream_length(dataset) if length is None else length
+        self.length = _length(dataset, "dataset.length=SAMPLES_AN_EPOCH") if length is None else length
         self.fingerprint = fingerprint_of(dataset, self.length)
         self._rows: Iterator[Any] = iter(())
         self._next = 0
@@ -124,14 +121,15 @@ class Adapted(DataModule):
         train: torch.utils.data.Dataset[Any],
         validation: torch.utils.data.Dataset[Any] | None = None,
         length: int | None = None,
+        validation_length: int | None = None,
         num_workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool = True,
     ) -> None:
-        """`train` and `validation` are torch data sets (a component each); `length`: samples an epoch of a training stream."""
+        """`train` and `validation` are torch data sets (a component each); the lengths are for streams that state none."""
         self.loading = Loading(num_workers, prefetch, pin_memory)
         self._train = numbered(train, length)
-        self._validation = None if validation is None else numbered(validation)
+        self._validation = None if validation is None else numbered(validation, validation_length)
         self.shuffle = not isinstance(self._train, Stream)
 
     def train(self) -> Dataset:
@@ -177,7 +175,7 @@ def collate(rows: list[Any], dataset: Any) -> tuple[Any, Any]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed `random`, `numpy.random` and torch's CPU generator. (`torch.manual_seed` would reach for the GPUs too.)"""
+    """Seed `random`, `numpy.random` and torch's CPU generator; `torch.manual_seed` would reach for the GPUs too."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.default_generator.manual_seed(seed)
@@ -195,9 +193,8 @@ def generators_kept() -> Iterator[None]:
         torch.default_generator.set_state(ours)
 
 
-def _stream_length(dataset: IterableDataset[Any]) -> int:
+def _length(dataset: Any, remedy: str) -> int:
     try:
-        return len(dataset)  # type: ignore[arg-type]
-    except TypeError:
-        with generators_kept():
-            return sum(1 for _ in dataset)
+        return len(dataset)
+    except TypeError as error:
+        raise DataError(f"{type(dataset).__name__} does not say how many samples it has", remedy) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,9 +95,9 @@ class _ImageSet(DataModule):
             raise DataError(f"{self.name} is not prepared under {self.folder}: prepare() comes first, once a node")
         return found
 
+    @abstractmethod
     def _read(self) -> dict[str, NDArray[Any]]:
         """{train,validation}_images uint8 [n, h, w] and {train,validation}_labels uint8 [n]."""
-        raise NotImplementedError
 
 
 class Digits(_ImageSet):
@@ -148,14 +149,12 @@ class FashionMNIST(_ImageSet):
         f"{split}-{what}-ubyte" for split in ("train", "t10k") for what in ("images-idx3", "labels-idx1")
     )
 
-    def __init__(
-        self, *, data_dir: str = DEFAULT_FOLDER, num_workers: int = 0, prefetch: int = 2, pin_memory: bool = True
-    ) -> None:
+    def __init__(self, *, data_dir: str = DEFAULT_FOLDER, num_workers: int = 0, prefetch: int = 2, pin_memory: bool = True) -> None:
         """The files are looked for under `data_dir`/FashionMNIST/raw, and downloaded there if they are missing."""
         super().__init__(data_dir, "1", Loading(num_workers, prefetch, pin_memory))
 
     def _read(self) -> dict[str, NDArray[Any]]:
-        arrays = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for split, train in (("train", True), ("validation", False)):
             images, labels = self._read_split(train)
             arrays |= {f"{split}_images": images, f"{split}_labels": labels}

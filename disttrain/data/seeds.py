@@ -28,14 +28,16 @@ def mix(words: Words) -> Words:
 
 def combine(key: Words, counter: Words) -> Words:
     """A word for each pair (key, counter), broadcast."""
-    return mix(key + (counter + np.uint64(1)) * _GOLDEN)
+    counted: Words = key + (counter + np.uint64(1)) * _GOLDEN
+    return mix(counted)
 
 
 def unmix(words: Words) -> Words:
     """The inverse of `mix`."""
     words = (words ^ (words >> np.uint64(31)) ^ (words >> np.uint64(62))) * np.uint64(0x319642B2D24D8EC3)
     words = (words ^ (words >> np.uint64(27)) ^ (words >> np.uint64(54))) * np.uint64(0x96DE1B173F119089)
-    return words ^ (words >> np.uint64(30)) ^ (words >> np.uint64(60))
+    inverse: Words = words ^ (words >> np.uint64(30)) ^ (words >> np.uint64(60))
+    return inverse
 
 
 def derive(*parts: int) -> int:
@@ -63,7 +65,7 @@ def epoch_seeds(index: int, seed: int) -> Callable[[int], int]:
 def uniform(keys: Words, count: int) -> NDArray[np.float64]:
     """[n, count] numbers in [0, 1), a row for each key [n]."""
     words = combine(keys[:, None], np.arange(count, dtype=np.uint64)[None])
-    return (words >> np.uint64(11)) * 2.0**-53
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def integers(keys: Words, count: int, below: int) -> NDArray[np.int64]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from disttrain.models.gpt import Block, BlockShape, block_plan, init_transformer
 from disttrain.models.model import Parts
 from disttrain.models.task import Regression, Task
+from disttrain.models.transformer import Block, BlockShape, block_plan, init_transformer
 
 
 class TransformerBlock(nn.Module):
