@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from disttrain.config.schema import Config
+from disttrain.data import adapt
 from disttrain.data.dataset import DataModule, Dataset, Order
-from disttrain.data.source import BatchSource
+from disttrain.data.workers import BatchSource
 from disttrain.errors import ConfigError, DataError
 from disttrain.launch.place import Place
 from disttrain.models.task import Task, task_of
@@ -54,9 +55,7 @@ def instantiate(component: Mapping[str, Any], **given: Any) -> Any:
 
 def data_module(config: Config) -> DataModule:
     """The data; a plain map-style or iterable dataset of the user's is wrapped."""
-    from disttrain.data.adapt import as_data_module
-
-    return as_data_module(instantiate(config.dataset))
+    return adapt.data_module(instantiate(config.dataset))
 
 
 def prepare_data(config: Config) -> None:
@@ -166,7 +165,8 @@ def build_feed(config: Config, dataset: Dataset, order: Order, strategy: Strateg
     local = config.train.global_batch_size // axis.size
     part = Slice(axis, config.train.global_batch_size, min(micro_batch_size or local, local))
     source = BatchSource(dataset, module.loading)
-    ahead = module.loading.prefetch if strategy.device.type == "cuda" and not module.loading.num_workers else 0
+    threaded = strategy.device.type == "cuda" and source.fits_thread  # on a CPU the thread would only take turns with the step
+    ahead = module.loading.prefetch if threaded else 0
     return Feed(source.iterate, order, part, strategy.task, strategy.device, ahead, module.loading.pin_memory)
 
 

@@ -58,7 +58,6 @@ def wrap(
         gradient_as_bucket_view=True,
         static_graph=static_graph,
         find_unused_parameters=find_unused_parameters,
-        broadcast_buffers=any(buffer.is_floating_point() for buffer in module.buffers()),
         init_sync=False,
     )
 

@@ -48,6 +48,10 @@ class Streams:
         self._generator.manual_seed(mix(self.seed, step, self._shared))
         self._own_state = None
 
+    def state(self) -> Tensor:
+        """Where the generator that is drawn from now stands."""
+        return self._generator.get_state()
+
     @contextmanager
     def own(self) -> Iterator[None]:
         """Draw from the rank's own stream inside the block."""

@@ -26,7 +26,7 @@ from disttrain.parallel.materialise import materialise
 from disttrain.parallel.mesh import Mesh
 from disttrain.parallel.random import Streams
 from disttrain.parallel.step import Local, Report, Step, Verdict
-from disttrain.parallel.tensor import LOSS_KEY, apply_tensor_plan, gather_slice, vocab_cross_entropy
+from disttrain.parallel.tensor import LOSS_KEY, OwnRandom, apply_tensor_plan, gather_slice, vocab_cross_entropy
 from disttrain.parallel.update import LossScale
 
 
@@ -172,6 +172,11 @@ class Strategy:
         norms = torch._foreach_norm([grad for grad in grads if grad is not None], 2, dtype=torch.float64)
         return torch.stack(norms).square() @ weights
 
+    def grad_norm(self) -> Tensor:
+        """True global norm of the gradients as they are, unscaled; a sum over the world of its own."""
+        norm = collectives.all_reduce_(self._squares()[None], self._world)[0].sqrt()
+        return norm if self.loss_scale is None else norm / self.loss_scale.value
+
     def _local_counts(self, step: Step) -> Tensor:
         return torch.tensor(list(step.local_counts.values()), dtype=torch.float64).to(self.device, non_blocking=True)
 
@@ -211,6 +216,10 @@ class Strategy:
         skip = torch.maximum(torch.maximum(overflow, empty), (verdict[Verdict.SKIP] > 0).float())
         loss = (losses.sum(1) / counts.clamp(min=1.0)).sum()
         return Report(loss, losses, counts, norm, verdict, overflow, skip, measured.view(self._world.size, num_measured))
+
+    def own_random_modules(self) -> set[str]:
+        """Modules that draw from the rank's own stream, by plain name."""
+        return {name for name, module in self.model.named_modules() if isinstance(module, OwnRandom)}
 
     # --- beside training ---------------------------------------------------------------------------------------------
 

@@ -428,12 +428,12 @@ def _restyle(
     if style == "position_embedding" and isinstance(module, nn.Embedding):
         return (SequencePart(module, axis), {"weight": Sum()}) if sequence else (module, {})
     if style in ("heads", "residual_dropout") and not own:
-        own_draws = _draws(module) and (style == "heads" or sequence)
+        own_draws = draws(module) and (style == "heads" or sequence)
         return (OwnRandom(module, streams) if own_draws else module), {}
     raise ConfigError(f"tensor plan: style '{style}' does not fit '{name}', a {type(module).__name__}; {style}: {STYLES[style]}")
 
 
-def _draws(module: nn.Module) -> bool:
+def draws(module: nn.Module) -> bool:
     """Whether a module draws random numbers in training: it has dropout, as a module or as a rate."""
     rates = [getattr(part, "p", 0.0) for part in module.modules()] + [getattr(module, "dropout", 0.0)]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -1,0 +1,120 @@
+"""`verify`: does this layout compute what one device computes? The parent's part: two worlds, one table, one verdict."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from disttrain.config.schema import Config
+from disttrain.launch.local import choose_start_method
+from disttrain.launch.place import Place
+from disttrain.launch.world import run_world
+from disttrain.verify import ranks, shrink
+from disttrain.verify.compare import Error, likely_cause, worst_by_name
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a comparison found."""
+
+    errors: list[Error]
+    """The worst of each (quantity, name) over steps and ranks."""
+    tolerance: float
+    cause: str
+    notes: list[str]
+
+    @property
+    def failed(self) -> list[Error]:
+        """What is off, in time order."""
+        return [error for error in self.errors if not error.error <= self.tolerance]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the layout computes what one device computes."""
+        return not self.failed
+
+    def worst(self, quantity: str) -> float:
+        """Largest error of a quantity; 0 where it was not compared."""
+        return max((error.error for error in self.errors if error.quantity == quantity), default=0.0)
+
+
+def prove(config: Config, entry: Callable[..., Any] = ranks.layout) -> Proof:
+    """Run one device, then the layout beside its record. `entry` is what the layout's ranks run."""
+    small, notes = shrink.shrunk(config)
+    plain = shrink.without_dropout(small)
+    world = partial(_world, small)
+    with tempfile.TemporaryDirectory(prefix="disttrain-verify-") as folder:
+        world(ranks.reference, shrink.one_device(plain), folder)
+        found = world(entry, plain, folder)
+        if plain is not small:
+            notes.append(f"dropout {small.model['dropout']}: equality shown at 0, masks compared over the tensor group at {small.model['dropout']}")
+            found += world(ranks.mask_law, small, folder)
+    errors = worst_by_name([Error.from_json(error) for error in found])
+    limit = shrink.tolerance(config)
+    failed = [error for error in errors if not error.error <= limit]
+    degrees = {"data": small.strategy.dp_replicate, "tp": small.strategy.tp}
+    cause = likely_cause(failed, degrees, shrink.micro_batches(small)[1]) if failed else ""
+    return Proof(errors, limit, cause, notes)
+
+
+def _world(config: Config, entry: Callable[..., Any], own: Config, folder: str) -> list[Any]:
+    """`entry(own, folder, place)` on every rank of `own`; what its first rank returned."""
+    launch = config.launch
+    results = run_world(
+        partial(_call, entry),
+        int(own.launch.world_size),
+        (own, folder),
+        device=launch.device,
+        threads=int(launch.threads),
+        start_method=choose_start_method(launch.start_method),
+        timeout_seconds=launch.timeout_seconds,
+        env=launch.env,
+        interface=launch.interface,
+    )
+    return results[0] or []
+
+
+def _call(entry: Callable[..., Any], place: Place, config: Config, folder: str) -> Any:
+    return entry(config, folder, place)
+
+
+def main(config: Config, overrides: Sequence[str] = ()) -> int:
+    """Prove, print the table, return the exit code: 0 equal, 1 not."""
+    from disttrain import build
+
+    build.prepare_data(config)
+    proof = prove(config)
+    _print(config, proof)
+    return 0 if proof.equal else 1
+
+
+def _print(config: Config, proof: Proof) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    strategy = config.strategy
+    title = f"{strategy.name} (dp {strategy.dp_replicate} x tp {strategy.tp}) against one device, {config.verify.dtype}, {config.verify.steps} steps"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for column in ("compared", "worst", "largest relative error", ""):
+        table.add_column(column, justify="right" if "error" in column else "left", overflow="fold")
+    for quantity in dict.fromkeys(error.quantity for error in proof.errors):
+        worst = max((error for error in proof.errors if error.quantity == quantity), key=lambda error: error.error)
+        table.add_row(quantity, worst.name, f"{worst.error:.2e}", "ok" if worst.error <= proof.tolerance else "[bold red]off[/]")
+    off = [error for error in proof.failed if error.quantity in ("gradient", "update")]
+    for error in off:
+        factor = "" if error.ratio is None else f"{error.ratio:.6g} x the reference"
+        table.add_row(f"  {error.quantity}", error.name, f"{error.error:.2e}", f"step {error.step}, rank {error.rank} {factor}")
+    console.print(table)
+    for note in proof.notes:
+        console.print(f"  made small: {note}" if "->" in note else f"  {note}")
+    if proof.equal:
+        console.print(f"[bold green]The same training[/]: every error is at most {proof.tolerance:g}.")
+        return
+    first = proof.failed[0]
+    console.print(f"[bold red]Not the same training.[/] First off: {first.quantity} '{first.name}' at step {first.step} on rank {first.rank}.")
+    console.print(f"Likely cause: {proof.cause}.")
