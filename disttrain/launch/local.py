@@ -142,7 +142,7 @@ class Supervisor:
         """Wait until all are done or one has failed. Returns why they must be ended before, if they must."""
         announced = False
         while alive := [rank for rank in ranks if rank.poll() is None]:
-            if any(rank.status for rank in ranks):
+            if first_failure([rank for rank in ranks if rank.status is not None]) is not None:
                 return None
             if signals.name is not None and not announced:
                 self.announce(f"{signals.name}: the run stops after its step (Ctrl-C ends it at once)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from disttrain.errors import UserError
@@ -17,7 +18,8 @@ STATUS = {DONE: "done", FAILED: "failed", USER_ERROR: "user_error", INTERRUPTED:
 class Failure:
     """The first thing that went wrong on a rank."""
 
-    rank: int
+    rank: int | None
+    """None: before any rank started."""
     kind: str
     """Name of the exception's class, or what ended the process without one."""
     message: str
@@ -33,7 +35,7 @@ class Failure:
         if self.is_users:
             return self.message
         lines = [self.traceback.rstrip()] if self.traceback else []
-        lines.append(f"rank {self.rank} failed: {self.kind}: {self.message}")
+        lines.append(f"{'the launch' if self.rank is None else f'rank {self.rank}'} failed: {self.kind}: {self.message}")
         if self.log_file is not None:
             lines.append(f"its log: {self.log_file}")
         return "\n".join(lines)
@@ -49,12 +51,18 @@ class Outcome:
     results: list[Any] = field(default_factory=list)
     """By rank; None for a rank that returned nothing, or had no time to."""
     num_restarts: int = 0
-    start_method: str = ""
+    folder: Path | None = None
+    """The run folder, if there is one."""
 
     @property
     def status(self) -> str:
         """`done`, `failed`, `user_error`, `interrupted` or `preempted`."""
         return STATUS[self.exit_code]
+
+    @property
+    def result(self) -> Any:
+        """What rank 0 returned."""
+        return self.results[0] if self.results else None
 
     def raise_failure(self) -> None:
         """Raise UserError or WorldError unless the world is done."""

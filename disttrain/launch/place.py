@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Place:
     local_world_size: int
     launcher: str
     """'fork', 'spawn', 'torchrun', 'slurm' or 'alone'."""
-    make_store: Callable[[timedelta], dist.Store] | None
+    make_store: Callable[[timedelta], Store] | None
     """Opens the store that the process group meets at; None for a world of one."""
     stop_requested: Callable[[], str | None]
     """Name of the signal that asked this run to stop, if one did; cheap enough to ask every step."""

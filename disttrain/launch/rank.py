@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import logging
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ from disttrain.launch.outcome import DONE, FAILED, USER_ERROR, Failure
 from disttrain.launch.place import Place
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 Entry = Callable[[Place], Any]
 """What a rank runs; its return value goes back to the supervisor."""
@@ -68,10 +69,10 @@ class Assignment:
             attempt=self.attempt,
         )
 
-    def _open_store(self, timeout: timedelta) -> dist.Store:
-        import torch.distributed as dist
+    def _open_store(self, timeout: timedelta) -> Store:
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-        store = dist.FileStore(self.store, self.world_size)
+        store: Store = FileStore(self.store, self.world_size)
         store.set_timeout(timeout)
         return store
 
@@ -86,13 +87,13 @@ def live(assignment: Assignment, entry: Entry) -> NoReturn:
     except BaseException as error:
         status = USER_ERROR if isinstance(error, UserError) else FAILED
         failure = describe(error, assignment.rank, assignment.log_file)
-        _note(failure)
+        note(failure)
         wire.write(assignment.result, (failure, None))
     finally:
-        _leave(status)
+        leave(status)
 
 
-def describe(error: BaseException, rank: int, log_file: Path | None) -> Failure:
+def describe(error: BaseException, rank: int | None, log_file: Path | None) -> Failure:
     """`error` as data, so that it can cross to another process whatever its class."""
     is_users = isinstance(error, UserError)
     return Failure(
@@ -104,6 +105,13 @@ def describe(error: BaseException, rank: int, log_file: Path | None) -> Failure:
         is_users=is_users,
         raised_at=time.monotonic(),
     )
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function that 'module:function' names."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def spawn_payload(assignment: Assignment, entry: Entry) -> tuple[Assignment, bytes]:
@@ -166,14 +174,14 @@ def log_to(log: Any, show: bool) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)
 
 
-def _note(failure: Failure) -> None:
+def note(failure: Failure) -> None:
     """Put a failure into this rank's own log."""
     if failure.log_file is not None:
         with contextlib.suppress(OSError), open(failure.log_file, "a", encoding="utf-8") as log:
             log.write(f"{failure.traceback or failure.message}\n")
 
 
-def _leave(status: int) -> NoReturn:
+def leave(status: int) -> NoReturn:
     """End now: no exit handlers, which may wait for other ranks, but nothing written is lost and no worker is left."""
     for child in multiprocessing.active_children():
         child.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from disttrain.config.frozen import thaw
 from disttrain.config.schema import Config
 from disttrain.errors import LaunchError
 from disttrain.launch.place import Place
+from disttrain.launch.rank import load_function
 from disttrain.parallel.collectives import barrier
 from disttrain.parallel.mesh import Axis
 from disttrain.record import RunFolder
@@ -64,22 +65,13 @@ def leave_group() -> None:
     dist.destroy_process_group()
 
 
-def load_entry(name: str) -> Callable[..., Any]:
-    """The function that 'module:function' names."""
-    module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
-
-
 def run_job(place: Place, text: str, folder: Path | None, entry: str) -> Any:
     """A rank's part of a job: the frozen config `text`, the run folder's path, the entry's name. Returns its result."""
-    from disttrain.config.freeze import thaw
-
     config = thaw(text)
     device = rank_device(config.launch.device, place.local_rank)
     join_group(place, device, config.launch.backend, config.launch.timeout_seconds)
     record = RunFolder(folder) if folder is not None else None
-    job: JobEntry = load_entry(entry)
+    job: JobEntry = load_function(entry)
     result = job(config, record, place)
     if record is not None:
         record.close()
