@@ -70,7 +70,8 @@ class NaNGuard(StepPolicy):
         """Say so, once for all bad losses since the last log point, and give the reason of a stop asked for on the device."""
         (bad, in_a_row), (max_bad, max_in_a_row) = self.counts.tolist(), self.limits.tolist()
         if bad > self._told and trainer.is_lead:
-            _log.warning("step %d: %.0f steps since the last log point had a loss that is not finite", trainer.progress.step, bad - self._told)
+            new = bad - self._told
+            _log.warning("step %d: %.0f steps since the last log point had a loss that is not finite", trainer.progress.step, new)
         self._told = bad
         if bad >= max_bad:
             trainer.progress.reasons.append("STOP: the loss is not finite (callbacks.nan_guard.on_nan=stop)")
