@@ -7,11 +7,13 @@ and nothing below starts one.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from disttrain.launch import world
 from tests.leaks import untouched
 
 torch.set_num_threads(1)
@@ -40,3 +42,16 @@ def ends_in_time(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def run_world(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """`run_world(entry, *args, **options)`: results by rank of `entry(place, *args)` on as many ranks as the marker `world` says."""
+    marker = request.node.get_closest_marker("world")
+    assert marker is not None, "a test that starts ranks says how many: @pytest.mark.world(2)"
+    (size,) = marker.args
+
+    def run(entry: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        return world.run_world(entry, size, args, **options)
+
+    return run
