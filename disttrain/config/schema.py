@@ -8,7 +8,7 @@ out by `check`, so that a frozen config holds plain numbers only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 def key(default: Any, meaning: str, unit: str = "") -> Any:
@@ -42,12 +42,12 @@ class LaunchConfig:
     """Processes, devices and how they meet."""
 
     name: str = key("local", "name of the preset, for logs")
-    world_size: int | str = key("auto", "ranks in all; auto: see the README", "ranks")
+    world_size: int | Literal["auto"] = key("auto", "ranks in all; auto: one for single, else the GPUs, else two an axis", "ranks")
     nodes: int = key(1, "machines", "machines")
-    device: str = key("auto", "auto | cpu | cuda")
-    backend: str = key("auto", "auto | gloo | nccl: auto is cuda:nccl,cpu:gloo with GPUs")
-    threads: int | str = key("auto", "CPU threads a rank; auto is cores / ranks", "threads")
-    start_method: str = key("auto", "auto | fork | spawn")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "what ranks compute on; auto: cuda where there are GPUs")
+    backend: Literal["auto", "gloo", "nccl", "cuda:nccl,cpu:gloo"] = key("auto", "what ranks talk by; auto: cuda:nccl,cpu:gloo on GPUs, else gloo")
+    threads: int | Literal["auto"] = key("auto", "CPU threads a rank; auto: cores / ranks", "threads")
+    start_method: Literal["auto", "fork", "spawn"] = key("auto", "how ranks are started; auto: fork where that is safe")
     max_restarts: int = key(0, "restarts of all ranks after a failure that is not the user's", "restarts")
     timeout_seconds: float = key(600.0, "longest wait for another rank, at rendezvous and in collectives", "s")
     grace_seconds: float = key(30.0, "time to save and leave after a stop signal", "s")
@@ -65,7 +65,7 @@ class TrainConfig:
     clip_norm: float | None = key(1.0, "largest global gradient norm; null: no clipping")
     log_every: int = key(20, "steps between log points; the first and the last step are logged always", "steps")
     eval_every: int | None = key(100, "steps between evaluations; one is made at the end always; null: at the end only", "steps")
-    dtype: str = key("float32", "type of the weights: float32 | float64 (for proofs)")
+    dtype: Literal["float32", "float64"] = key("float32", "type of the weights; float64 is for proofs")
 
 
 @dataclass
@@ -82,7 +82,7 @@ class VerifyConfig:
 
     steps: int = key(3, "steps to compare", "steps")
     tolerance: float = key(1e-10, "largest relative error")
-    dtype: str = key("float64", "float64 | float32 | bf16 | fp16")
+    dtype: Literal["float64", "float32", "bf16", "fp16"] = key("float64", "type that both sides compute in")
     shrink: bool = key(True, "make the batch and the sequence as small as the layout allows")
 
 

@@ -1,0 +1,220 @@
+"""Which arguments a component's class takes, without importing it where it is ours.
+
+The signature is read from the source of disttrain's own classes: importing them would import torch, and a
+table beside them would drift. torch's optimizers, which can't be read so, stand in a table that a test compares
+with torch. A user's own class is imported and asked.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+from disttrain.config import typed
+from disttrain.config.schema import Config
+from disttrain.errors import CheckpointError, ConfigError
+
+PACKAGE = Path(__file__).resolve().parent.parent
+GIVEN_BY_BUILD = frozenset({"params", "num_steps", "self"})
+"""Arguments that the run fills in: an optimizer's parameters, a schedule's length."""
+
+_BETAS = tuple[float, float]
+TORCH_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "torch.optim.AdamW": {"lr": float, "betas": _BETAS, "eps": float, "weight_decay": float, "amsgrad": bool},
+    "torch.optim.Adam": {"lr": float, "betas": _BETAS, "eps": float, "weight_decay": float, "amsgrad": bool},
+    "torch.optim.SGD": {"lr": float, "momentum": float, "dampening": float, "weight_decay": float, "nesterov": bool},
+}
+
+TAKES: Mapping[str, str] = {
+    "disttrain.models.gpt.GPT": "tokens",
+    "disttrain.models.cnn.SimpleCNN": "images",
+    "disttrain.models.block.TransformerBlock": "vectors",
+}
+GIVES: Mapping[str, str] = {
+    "disttrain.data.text.PythonStdlib": "tokens",
+    "disttrain.data.text.TextFiles": "tokens",
+    "disttrain.data.images.Digits": "images",
+    "disttrain.data.images.FashionMNIST": "images",
+    "disttrain.data.synthetic.Synthetic": "vectors",
+}
+"""What a shipped model takes and a shipped dataset gives; a user's own are not asked."""
+
+CHOICES_FOR = {"tokens": "python_stdlib", "images": "digits", "vectors": "synthetic"}
+_NAMES = {"Any": Any, "Literal": Literal, "Optional": Optional, "Union": Union, "Path": Path, "Sequence": Sequence, "Mapping": Mapping}
+_NAMES |= {kind.__name__: kind for kind in (int, float, bool, str, list, dict, tuple)}
+_NAMES |= {"Iterable": Iterable, "typing": typing}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of a component's class."""
+
+    hint: Any = Any
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of a component's class; `open` if it takes any keyword."""
+
+    parameters: Mapping[str, Parameter]
+    open: bool = False
+
+
+def check_component(values: Any, place: str) -> dict[str, Any]:
+    """A component (`_target_` and arguments) at the dotted `place`, its arguments checked against its class."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{place} names a class with '_target_' and its arguments; {typed.show(values)} is neither", f"{place}=custom")
+    target = values.get("_target_")
+    if not isinstance(target, str) or "." not in target:
+        raise ConfigError(f"{place} does not say which class it is", f"{place}._target_=my_package.MyClass")
+    signature = signature_of(target, place)
+    checked: dict[str, Any] = {"_target_": target}
+    known = [f"{place}.{name}" for name in signature.parameters if name not in GIVEN_BY_BUILD]
+    for name, value in values.items():
+        if name == "_target_":
+            continue
+        parameter = signature.parameters.get(name)
+        inner = f"{place}.{name}"
+        if parameter is None and not signature.open:
+            error = typed.unknown(inner, value, known)
+            raise ConfigError(f"{error.message} ({target} takes {', '.join(k.rpartition('.')[2] for k in known) or 'none'})", error.remedy)
+        if isinstance(value, Mapping) and "_target_" in value:
+            checked[name] = check_component(value, inner)
+        else:
+            checked[name] = typed.check(value, parameter.hint if parameter else Any, inner)
+    for name, parameter in signature.parameters.items():
+        if parameter.required and name not in checked and name not in GIVEN_BY_BUILD:
+            raise ConfigError(f"{target} needs '{name}', which {place} does not give", f"{place}.{name}=<{typed.words(parameter.hint)}>")
+    return checked
+
+
+def check_stored(config: Config, typed_now: Sequence[str]) -> None:
+    """Refuse what a stored run names to be called, unless it is a class or was typed this time: reading runs no code.
+
+    CheckpointError for a function, which might do anything with the arguments stored beside it.
+    """
+    for place, target in _targets(vars(config), ""):
+        known = target in TORCH_OPTIMIZERS or target.startswith("disttrain.")
+        if not known and not any(target in word for word in typed_now) and not inspect.isclass(_find(target, place)):
+            raise CheckpointError(f"the stored run asks to call {target}, which is no class", f"{place}._target_={target}, if you trust it")
+
+
+def _targets(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if name == "_target_":
+            yield where, str(value)
+        elif isinstance(value, Mapping):
+            yield from _targets(value, f"{where}.{name}" if where else name)
+
+
+@functools.cache
+def signature_of(target: str, place: str) -> Signature:
+    """The signature of `target`; ConfigError if there is no such class, naming `place`."""
+    if target in TORCH_OPTIMIZERS:
+        return Signature({name: Parameter(hint) for name, hint in TORCH_OPTIMIZERS[target].items()})
+    module, _, name = target.rpartition(".")
+    if module.split(".")[0] == "disttrain":
+        found = _read(module, name)
+        if found is None:
+            raise ConfigError(f"{place}._target_={target}: {module} has no class {name}", f"{place}=custom {place}._target_=my_package.MyClass")
+        return found
+    return _inspect(_find(target, place))
+
+
+def _find(target: str, place: str) -> Callable[..., Any]:
+    """Import a user's own class. What the standard library offers is no component."""
+    module, _, name = target.rpartition(".")
+    if module.split(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(f"{place}._target_={target} is part of Python and can't be a component", f"{place}._target_=my_package.MyClass")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{place}._target_={target} can't be imported: {error} (modules are looked for in the current folder too)",
+            f"{place}._target_=my_package.MyClass",
+        ) from error
+    except AttributeError as error:
+        raise ConfigError(f"{place}._target_={target}: {module} has no {name}", f"{place}._target_={module}.<class>") from error
+    if not callable(found):
+        raise ConfigError(f"{place}._target_={target} is neither a class nor a function", f"{place}._target_=my_package.MyClass")
+    return found  # type: ignore[no-any-return]
+
+
+def _inspect(found: Callable[..., Any]) -> Signature:
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # written in C without a signature
+        return Signature({}, open=True)
+    hints: Mapping[str, Any] = {}
+    try:
+        hints = typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
+    except (NameError, TypeError, AttributeError):  # hints that only a type checker can resolve
+        hints = {}
+    named = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    parameters = {p.name: Parameter(hints.get(p.name, Any), p.default is p.empty) for p in named}
+    return Signature(parameters, any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()))
+
+
+@functools.cache
+def _source(module: str) -> ast.Module | None:
+    parts = module.split(".")[1:]
+    for path in (PACKAGE.joinpath(*parts).with_suffix(".py"), PACKAGE.joinpath(*parts, "__init__.py")):
+        if path.is_file():
+            return ast.parse(path.read_text(encoding="utf-8"))
+    return None
+
+
+def _read(module: str, name: str) -> Signature | None:
+    """The signature of a class of this package from its source: its __init__, its dataclass fields, or its base's."""
+    tree = _source(module)
+    if tree is None:
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("disttrain"):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return _read(node.module or "", alias.name)
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return _read_class(module, node)
+    return None
+
+
+def _read_class(module: str, node: ast.ClassDef) -> Signature:
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            return _read_arguments(item.args)
+    bases = [_read(module, base.id) for base in node.bases if isinstance(base, ast.Name)]
+    inherited = next((base for base in bases if base is not None), Signature({}))
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        own = [item for item in node.body if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation)]
+        fields = {ast.unparse(item.target): Parameter(_hint(item.annotation), item.value is None) for item in own}
+        return Signature({**inherited.parameters, **fields}, inherited.open)
+    return inherited
+
+
+def _read_arguments(arguments: ast.arguments) -> Signature:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    num_required = len(positional) - len(arguments.defaults)
+    parameters = {a.arg: Parameter(_hint(a.annotation), i < num_required) for i, a in enumerate(positional) if a.arg != "self"}
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        parameters[argument.arg] = Parameter(_hint(argument.annotation), default is None)
+    return Signature(parameters, arguments.kwarg is not None)
+
+
+def _hint(annotation: ast.expr | None) -> Any:
+    """An annotation as a type, if it is made of plain ones; else Any."""
+    if annotation is None:
+        return Any
+    try:
+        return eval(ast.unparse(annotation), {"__builtins__": {}}, dict(_NAMES))  # our own source, not a config's
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        return Any
