@@ -22,6 +22,8 @@ SET_BY_IMPORTS = {
     "KMP_INIT_AT_FORK",  # scikit-learn, at import
     "KMP_DUPLICATE_LIB_OK",  # the same
     "TF2_BEHAVIOR",  # tensorboard, at import
+    "TORCHINDUCTOR_CACHE_DIR",  # torch, when something first imports its compiler (the flop counter does)
+    "TRITON_CACHE_DIR",  # the same
 }
 STAYS_ALIVE = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "loky")
 """Helpers of the standard library and of joblib that live as long as the process and end with it."""
