@@ -1,0 +1,388 @@
+"""The supervisor: ranks start, talk, answer, and end together whatever happens to one of them."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from disttrain.errors import ConfigError, LaunchError, UserError
+from disttrain.launch import local
+from disttrain.launch.local import choose_start_method
+from disttrain.launch.outcome import WorldError
+from disttrain.launch.place import Place
+from disttrain.launch.rank import leave
+from disttrain.launch.world import run_world, supervise
+from tests.launch import entries
+from tests.launch.processes import exit_code, fork_owner, sign_in, signed_in, still_alive
+
+
+def summed(place: Place) -> float:
+    total = torch.tensor(float(place.rank))
+    dist.all_reduce(total)
+    return float(total)
+
+
+def until_stopped(place: Place, folder: Path) -> int:
+    """Steps with a collective each, until all ranks know that one was asked to stop."""
+    sign_in(folder)
+    step = 0
+    while True:
+        step += 1
+        asked = torch.tensor(float(place.stop_requested() is not None))
+        dist.all_reduce(asked)
+        if asked:
+            return step
+        time.sleep(0.005)
+
+
+# --- results --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_back_by_rank(world_size: int) -> None:
+    offset = torch.arange(3)
+
+    def entry(place: Place, factor: int) -> tuple[int, torch.Tensor]:
+        if place.world_size > 1:
+            assert summed(place) == world_size * (world_size - 1) / 2
+        return place.rank, offset * factor
+
+    results = run_world(entry, world_size, (7,))
+    assert [rank for rank, _ in results] == list(range(world_size))
+    assert all(torch.equal(value, torch.tensor([0, 7, 14])) for _, value in results)
+
+
+@pytest.mark.world(2)
+def test_a_result_larger_than_any_pipe_comes_back() -> None:
+    results = run_world(lambda place: bytes(5_000_000), 2)
+    assert [len(result) for result in results] == [5_000_000] * 2
+
+
+@pytest.mark.world(2)
+def test_spawned_ranks_do_the_same() -> None:
+    assert run_world(entries.plus, 2, (5,), start_method="spawn") == [(5, "spawn"), (6, "spawn")]
+
+
+@pytest.mark.world(2)
+def test_two_worlds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B01: nothing is fixed that two runs could want; a taken 29500 hurts nobody."""
+    codes = [fork_owner(lambda: 0 if run_world(summed, 2) == [1.0, 1.0] else 1) for _ in range(2)]
+    assert [exit_code(pid) for pid in codes] == [0, 0]
+
+
+# --- failures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.world(4)
+def test_a_rank_that_raises_ends_the_others_in_their_collective() -> None:
+    """B02, M26."""
+
+    def entry(place: Place) -> None:
+        for step in range(10):
+            if step == 3 and place.rank == 1:
+                raise ValueError("planted at step 3")
+            dist.all_reduce(torch.ones(2))
+
+    start = time.monotonic()
+    outcome = supervise(entry, 4)
+    assert time.monotonic() - start < 10
+    assert outcome.exit_code == 1
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.kind, outcome.failure.message) == (1, "ValueError", "planted at step 3")
+    assert "in entry" in outcome.failure.traceback
+    with pytest.raises(WorldError, match="planted at step 3"):
+        outcome.raise_failure()
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_raises_in_backward_while_the_other_waits(tmp_path: Path) -> None:
+    """B04: the summary names rank, exception type, message and log file."""
+
+    def entry(place: Place) -> None:
+        weight = torch.ones(2, requires_grad=True)
+
+        def hook(grad: torch.Tensor) -> None:
+            if place.rank == 0:
+                raise OverflowError("planted in backward")
+            dist.all_reduce(grad)
+
+        weight.register_hook(hook)
+        weight.sum().backward()
+
+    start = time.monotonic()
+    outcome = supervise(entry, 2, log_file=lambda rank: tmp_path / f"rank-{rank}.log")
+    assert time.monotonic() - start < 10
+    shown = str(outcome.failure)
+    assert re.search(r"rank 0 failed: OverflowError: planted in backward\nits log: .*rank-0\.log$", shown)
+    assert shown.count("Traceback") == 1
+    assert "planted in backward" in (tmp_path / "rank-0.log").read_text()
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_never_hears_of_the_failure_is_ended_and_says_where_it_stood(tmp_path: Path) -> None:
+    def entry(place: Place) -> None:
+        if place.rank == 0:
+            raise ValueError("planted")
+        time.sleep(100)
+
+    start = time.monotonic()
+    assert supervise(entry, 2, log_file=lambda rank: tmp_path / f"{rank}.log").exit_code == 1
+    assert time.monotonic() - start < 5
+    assert "in entry" in (tmp_path / "1.log").read_text()
+
+
+@pytest.mark.world(2)
+def test_a_users_mistake_in_a_rank_is_its_message_only() -> None:
+    def entry(place: Place) -> None:
+        raise ConfigError("found this", "key=that")
+
+    outcome = supervise(entry, 2)
+    assert outcome.exit_code == 2
+    assert str(outcome.failure) == "found this\n  try: key=that"
+    with pytest.raises(UserError, match="found this"):
+        outcome.raise_failure()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("ending", "kind"),
+    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"), (lambda: os._exit(0), "exit"), (lambda: leave(3), "exit")],
+)
+def test_a_rank_that_ends_without_a_word_is_a_failure(ending: object, kind: str) -> None:
+    def entry(place: Place) -> None:
+        if place.rank == 1:
+            ending()  # type: ignore[operator]
+        summed(place)
+
+    outcome = supervise(entry, 2)
+    assert outcome.exit_code == 1
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.kind) == (1, kind)
+
+
+@pytest.mark.world(2)
+def test_a_result_that_cannot_cross_is_a_failure_with_its_reason() -> None:
+    with pytest.raises(WorldError, match="pickle"):
+        run_world(lambda place: lambda: None, 2)
+
+
+@pytest.mark.world(2)
+def test_workers_of_a_failed_rank_and_of_its_peer_are_gone(tmp_path: Path) -> None:
+    def entry(place: Place) -> None:
+        worker = multiprocessing.get_context("fork").Process(target=lambda: (sign_in(tmp_path), time.sleep(100)), daemon=True)
+        worker.start()
+        signed_in(tmp_path, 2)
+        if place.rank == 0:
+            raise ValueError("planted")
+        time.sleep(100)
+
+    assert supervise(entry, 2).exit_code == 1
+    assert not still_alive(signed_in(tmp_path, 2), seconds=0.5)
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.world(2)
+def test_all_ranks_start_again_after_a_failure_and_know_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def entry(place: Place) -> int:
+        if place.attempt < 2 and place.rank == 1:
+            raise ValueError(f"planted in attempt {place.attempt}")
+        summed(place)
+        return place.attempt
+
+    outcome = supervise(entry, 2, max_restarts=3)
+    assert (outcome.exit_code, outcome.results, outcome.num_restarts) == (0, [2, 2], 2)
+    shown = capsys.readouterr().err
+    assert "planted in attempt 1" in shown
+    assert "(2 of 3, launch.max_restarts)" in shown
+
+
+@pytest.mark.world(2)
+def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    def entry(place: Place) -> None:
+        sign_in(tmp_path)
+        signed_in(tmp_path, 2)
+        raise ConfigError("wrong")
+
+    assert supervise(entry, 2, max_restarts=3).exit_code == 2
+    assert len(signed_in(tmp_path, 2)) == 2
+
+
+# --- signals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("number", "code", "to_group"),
+    [
+        *((signal.SIGINT, 130, False), (signal.SIGTERM, 143, False), (signal.SIGUSR1, 143, False), (signal.SIGUSR2, 143, False)),
+        *((signal.SIGINT, 130, True), (signal.SIGUSR1, 143, True)),
+    ],
+)
+def test_a_signal_is_one_stop_request_for_all_ranks(number: signal.Signals, code: int, to_group: bool, tmp_path: Path) -> None:
+    """B07, B10: to the parent only, or to the whole foreground group as a terminal does."""
+
+    def own() -> int:
+        outcome = supervise(until_stopped, 2, (tmp_path,))
+        return outcome.exit_code if outcome.results[0] == outcome.results[1] else 98
+
+    parent = fork_owner(own)
+    ranks = signed_in(tmp_path, 2)
+    (os.killpg if to_group else os.kill)(parent, number)
+    assert exit_code(parent) == code
+    assert not still_alive(ranks, seconds=0)
+
+
+@pytest.mark.world(2)
+def test_ctrl_c_ends_loader_workers_too(tmp_path: Path) -> None:
+    """B10."""
+
+    def entry(place: Place) -> None:
+        context = multiprocessing.get_context("fork")
+        for _ in range(4):
+            context.Process(target=lambda: (sign_in(tmp_path), time.sleep(100)), daemon=True).start()
+        until_stopped(place, tmp_path)
+
+    for to_group in (False, True):
+        for old in tmp_path.iterdir():
+            old.unlink()
+        parent = fork_owner(lambda: supervise(entry, 2).exit_code)
+        pids = signed_in(tmp_path, 2 + 8)
+        (os.killpg if to_group else os.kill)(parent, signal.SIGINT)
+        assert exit_code(parent) == 130
+        assert not still_alive(pids, seconds=0.5)
+
+
+def stubborn(place: Place, folder: Path) -> None:
+    sign_in(folder)
+    time.sleep(100)
+
+
+@pytest.mark.world(2)
+def test_ranks_that_do_not_stop_are_ended_after_the_grace_time(tmp_path: Path) -> None:
+    parent = fork_owner(lambda: supervise(stubborn, 2, (tmp_path,), grace_seconds=0.5).exit_code)
+    ranks = signed_in(tmp_path, 2)
+    start = time.monotonic()
+    os.kill(parent, signal.SIGTERM)
+    assert exit_code(parent) == 143
+    assert 0.4 < time.monotonic() - start < 5
+    assert not still_alive(ranks, seconds=0)
+
+
+@pytest.mark.world(2)
+def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
+    parent = fork_owner(lambda: supervise(stubborn, 2, (tmp_path,), grace_seconds=60).exit_code)
+    ranks = signed_in(tmp_path, 2)
+    start = time.monotonic()
+    os.kill(parent, signal.SIGINT)
+    time.sleep(0.1)
+    os.kill(parent, signal.SIGINT)
+    assert exit_code(parent) == 130
+    assert time.monotonic() - start < 5
+    assert not still_alive(ranks, seconds=0)
+
+
+@pytest.mark.world(2)
+def test_a_run_that_ends_before_it_hears_of_the_stop_is_done() -> None:
+    def entry(place: Place) -> None:
+        time.sleep(0.5)
+
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    assert supervise(entry, 2).exit_code == 0
+
+
+@pytest.mark.world(2)
+def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    folder = tmp_path / "pids"
+    folder.mkdir()
+
+    def own() -> int:
+        os.environ["TMPDIR"] = str(temporary)
+        return supervise(stubborn, 2, (folder,)).exit_code
+
+    parent = fork_owner(own)
+    ranks = signed_in(folder, 2)
+    os.kill(parent, signal.SIGKILL)
+    assert exit_code(parent) == -signal.SIGKILL
+    assert not still_alive(ranks)
+    assert not list(temporary.iterdir())
+
+
+# --- threads, environment, streams ----------------------------------------------------------------------------
+
+
+@pytest.mark.world(2)
+def test_ranks_get_their_threads_and_compute_with_them() -> None:
+    """J05; and a fork that took a thread pool along would hang here."""
+
+    def entry(place: Place) -> tuple[int, str, float]:
+        x = torch.ones(300, 300)
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], float((x @ x).sum())
+
+    assert run_world(entry, 2, threads=2) == [(2, "2", 300.0**3)] * 2
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.world(2)
+def test_variables_reach_ranks_and_leave_no_trace() -> None:
+    def entry(place: Place) -> tuple[str | None, ...]:
+        inherited = subprocess.run(["printenv", "PLANTED"], capture_output=True, text=True, check=True).stdout.strip()
+        return os.environ["PLANTED"], inherited, os.environ["GLOO_SOCKET_IFNAME"]
+
+    assert run_world(entry, 2, env={"PLANTED": "a,b: 'c'"}) == [("a,b: 'c'", "a,b: 'c'", "lo")] * 2
+    assert "PLANTED" not in os.environ
+
+
+@pytest.mark.world(2)
+def test_a_users_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert run_world(lambda place: os.environ["NCCL_SOCKET_IFNAME"], 2) == ["eth7"] * 2
+
+
+@pytest.mark.world(2)
+def test_output_goes_to_the_logs_native_codes_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def entry(place: Place) -> None:
+        print(f"printed by {place.rank}")
+        os.write(1, f"native {place.rank}\n".encode())
+        logging.getLogger("mine").info("logged by %d", place.rank)
+
+    run_world(entry, 2, log_file=lambda rank: tmp_path / f"{rank}.log")
+    shown = capfd.readouterr()
+    assert "native 0" in shown.out
+    assert "native 1" not in shown.out + shown.err
+    one, zero = (tmp_path / "1.log").read_text(), (tmp_path / "0.log").read_text()
+    assert all(text in one for text in ("printed by 1", "native 1", "INFO mine: logged by 1"))
+    assert "INFO mine: logged by 0" in zero
+    assert "logged by 0" in shown.err
+
+
+# --- fork or spawn ----------------------------------------------------------------------------------------------
+
+
+def test_a_fork_is_refused_where_a_thread_pool_may_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_start_method("auto") == "fork"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert choose_start_method("auto") == "spawn"
+    with pytest.raises(LaunchError, match="8, not 1"):
+        choose_start_method("fork")
+
+
+def test_a_fork_is_refused_after_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert choose_start_method("auto") == "spawn"
+    assert "CUDA" in str(local.reason_not_to_fork())
