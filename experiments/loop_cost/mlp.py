@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from disttrain.data.module import DataModule
 from disttrain.models.task import Classification, Regression
 
 
@@ -45,19 +46,14 @@ class Table:
         return self.inputs[indices], self.targets[indices]
 
 
-class RandomRows:
-    """Random rows [length, width], with random classes or random targets [length, outputs]."""
-
-    needs_prepare: ClassVar[bool] = False
+class RandomRows(DataModule):
+    """Random rows [length, width], with random classes or random targets [length, outputs]; there is no validation split."""
 
     def __init__(self, width: int, outputs: int, length: int = 8192, classes: bool = True) -> None:
         self.width = width
         self.outputs = outputs
         self.length = length
         self.classes = classes
-
-    def prepare(self) -> None:
-        """Nothing to fetch."""
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """(inputs, targets), the same on every call."""
@@ -70,6 +66,3 @@ class RandomRows:
     def train(self) -> Table:
         """All rows."""
         return Table(*self.tensors())
-
-    def validation(self) -> None:
-        """There is none: the comparison is of training steps."""
