@@ -42,18 +42,19 @@ class WandB(Callback):
     def __init__(
         self,
         project: str = "disttrain",
-        mode: str = "auto",
+        mode: str | None = "auto",
         entity: str | None = None,
         group: str | None = None,
         notes: str | None = None,
         open_seconds: float = 60.0,
         finish_seconds: float = 60.0,
     ) -> None:
-        """`mode`: auto (WANDB_MODE if set, else online where logged in, else offline) | online | offline | disabled.
+        """`mode`: auto or null (WANDB_MODE if set, else online where logged in, else offline) | online | offline | disabled.
 
         `group`: by default the jobs of a sweep are one. `open_seconds`, `finish_seconds`: how long to wait for the
         server before going on offline, and at the end of the run. ConfigError for `online` without a login.
         """
+        mode = mode or "auto"
         if mode not in _MODES:
             raise ConfigError(f"callbacks.wandb.mode is '{mode}'; it may be {', '.join(_MODES)}", "callbacks.wandb.mode=offline")
         self.mode = resolve_mode(mode)
@@ -121,6 +122,7 @@ class WandB(Callback):
             run = self._open(arguments)
             exit_code = self._send(run, seen)
             run.finish(exit_code=exit_code)
+            _end_service()
         except Exception as error:
             _log.warning("W&B gave up, and the run goes on without it: %s: %s", type(error).__name__, error)
 
@@ -135,8 +137,8 @@ class WandB(Callback):
             run = wandb.init(**arguments | {"mode": "offline"}, settings=self._settings(wandb))
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        if url := run.url:
-            _log.info("W&B: %s", url)
+        if not run.offline:
+            _log.info("W&B: %s", run.url)
         return run
 
     def _settings(self, wandb: Any) -> Any:
@@ -164,6 +166,14 @@ class WandB(Callback):
         if self._thread.is_alive():
             _log.warning("W&B has not ended within %g s; what it has lies in the run folder's wandb/", self.finish_seconds)
         self._thread = None
+
+
+def _end_service() -> None:
+    """End W&B's helper process, unless the program has other runs open (a notebook's)."""
+    import wandb
+
+    if wandb.run is None:
+        wandb.teardown()
 
 
 def resolve_mode(mode: str) -> str:
@@ -213,4 +223,4 @@ def _resolved(mapping: Mapping[Any, Any], key: Any) -> Any:
     try:
         return mapping[key]
     except OmegaConfBaseException:
-        return OmegaConf.to_container(mapping, resolve=False)[key]  # type: ignore[arg-type,index,call-overload]
+        return OmegaConf.to_container(mapping, resolve=False)[key]  # type: ignore[index]
