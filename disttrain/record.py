@@ -78,10 +78,12 @@ class RunFolder:
 
     @classmethod
     def make(cls, outputs: Path | str, job: Path | None = None) -> RunFolder:
-        """A new folder under `outputs`, or at `job` for a job of a sweep."""
+        """A new folder under `outputs`, or at `job`, which may be there but empty. Raises LaunchError if something is in it."""
         if job is None:
             return cls(new_folder(Path(outputs)))
-        job.mkdir(parents=True, exist_ok=False)
+        job.mkdir(parents=True, exist_ok=True)
+        if any(job.iterdir()):
+            raise LaunchError(f"the run folder {job} is not empty", f"resume={job} to go on in it, or another hydra.run.dir")
         return cls(job)
 
     # --- where things lie -------------------------------------------------------------------------------------
@@ -187,6 +189,7 @@ class RunFolder:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row to metrics.jsonl; it is on its way to the disk when this returns."""
         if self._metrics is None:
+            self._drop_torn_line()
             self._metrics = self.metrics_file.open("a", encoding="utf-8")
         self._metrics.write(json.dumps(_strict(row), allow_nan=False) + "\n")
         self._metrics.flush()
@@ -228,6 +231,11 @@ class RunFolder:
             for line in lines:
                 if line.endswith("\n") and line.strip():
                     yield _numbers(json.loads(line))
+
+    def _drop_torn_line(self) -> None:
+        """A line without its end was cut off by a crash: what is added must not be glued to it."""
+        with contextlib.suppress(FileNotFoundError), self.metrics_file.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
     def _all(self, stem: str) -> list[Path]:
         """`<stem>.yaml`, `<stem>.1.yaml`, ... as far as they go without a gap."""
