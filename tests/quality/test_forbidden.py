@@ -20,8 +20,6 @@ ONLY_HERE = "disttrain/parallel/collectives.py"
 
 PICKLE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 PICKLE_CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "torch.package", "eval", "exec"}
-BETWEEN_LIVE_PROCESSES = "disttrain/launch/wire.py"
-"""From the supervisor to its ranks and back, over memory that has no name: nothing is stored, nothing comes from outside."""
 OBJECT_COLLECTIVES = {name for name in COLLECTIVES if "object" in name}
 """They pickle what they send."""
 
