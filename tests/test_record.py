@@ -31,8 +31,12 @@ def test_two_folders_of_one_second_are_apart(tmp_path: Path) -> None:
 
 def test_a_sweeps_job_lies_where_the_sweep_says_and_is_made_once(tmp_path: Path) -> None:
     sweep = new_folder(tmp_path)
-    assert RunFolder.make(tmp_path, sweep / "3").path == sweep / "3"
-    with pytest.raises(FileExistsError):
+    (sweep / "3").mkdir()
+    folder = RunFolder.make(tmp_path, sweep / "3")
+    assert folder.path == sweep / "3"
+    folder.append({"step": 1})
+    folder.close()
+    with pytest.raises(LaunchError, match="something is in it"):
         RunFolder.make(tmp_path, sweep / "3")
 
 
