@@ -184,7 +184,7 @@ def resize(images: NDArray[Any], size: int) -> NDArray[Any]:
         length = images.shape[axis]
         centre = np.clip((np.arange(size) + 0.5) * length / size - 0.5, 0, length - 1)
         low = np.floor(centre).astype(np.int64)
-        part = np.expand_dims(centre - low, 2 if axis == 1 else 0)
+        part = (centre - low).reshape((-1, 1) if axis == 1 else (-1,))
         images = images.take(low, axis) * (1 - part) + images.take(np.minimum(low + 1, length - 1), axis) * part
     return images
 

@@ -59,7 +59,7 @@ def sample_seeds(seed: int, epoch: int, indices: Tensor) -> Tensor:
 def epoch_seeds(index: int, seed: int) -> Callable[[int], int]:
     """Every sample's seed of the epoch in which sample `index` has `seed`: who walks a stream passes others' samples too."""
     key = unmix(np.array([seed], np.int64).view(np.uint64)) - np.array([index + 1], np.uint64) * _GOLDEN
-    return lambda i: int(combine(key, np.array([i], np.uint64)).view(np.int64)[0])
+    return lambda i: int(combine(key, np.array([i % (1 << 64)], np.uint64)).view(np.int64)[0])
 
 
 def uniform(keys: Words, count: int) -> NDArray[np.float64]:

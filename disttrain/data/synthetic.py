@@ -112,7 +112,7 @@ class RandomSamples:
     def _tokens(self, keys: Words) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         (context,) = self.shape
         rows = integers(keys, context + 1, self.below)
-        inputs, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+        inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
         if self.uneven:
             lengths = 1 + integers(combine(keys, np.array([1], np.uint64)), 1, context)  # [n, 1], in 1 .. context
             targets[np.arange(context)[None] >= lengths] = IGNORED
