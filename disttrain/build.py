@@ -6,6 +6,7 @@ Read from the bottom: `train` assembles a `Trainer`, restores it, runs it and sa
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttrain.checkpoint.files import latest_good
 from disttrain.config.schema import Config
 from disttrain.data import adapt
 from disttrain.data.dataset import DataModule, Dataset, Order
 from disttrain.data.workers import BatchSource
-from disttrain.errors import ConfigError, DataError
+from disttrain.errors import CheckpointError, ConfigError, DataError
 from disttrain.launch.place import Place
+from disttrain.models.sampling import sample
 from disttrain.models.task import Task, task_of
+from disttrain.parallel import collectives
 from disttrain.parallel.mesh import Mesh
 from disttrain.parallel.step import Declaration
 from disttrain.parallel.strategy import Options, Strategy
@@ -32,7 +36,11 @@ from disttrain.train.hooks import Callback, StepPolicy
 from disttrain.train.metrics import MetricSet
 from disttrain.train.optimizer import build_optimizer, parameter_groups, tabulate
 from disttrain.train.progress import Progress
+from disttrain.train.summary import end_table, start_table
 from disttrain.train.trainer import Trainer
+
+SAMPLE_LENGTH = 160
+"""Tokens shown at the end of a run."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -104,6 +112,11 @@ def declared(callbacks: Mapping[str, Callback]) -> Declaration:
     return Declaration(**{name: value for name, (_, value) in answers.items()})
 
 
+def device_of(config: Config, place: Place) -> torch.device:
+    """This rank's device."""
+    return torch.device("cuda", place.local_rank) if config.launch.device == "cuda" else torch.device("cpu")
+
+
 def build_mesh(config: Config, place: Place) -> Mesh:
     """The world as the config's axes."""
     strategy = config.strategy
@@ -172,8 +185,9 @@ def build_feed(config: Config, dataset: Dataset, order: Order, strategy: Strateg
 
 def build_trainer(config: Config, folder: RunFolder | None, place: Place) -> Trainer:
     """Everything that a rank needs to train, put together."""
-    device = torch.device(config.launch.device, place.local_rank if config.launch.device == "cuda" else None)
-    torch.use_deterministic_algorithms(config.debug.deterministic)
+    device = device_of(config, place)
+    if config.debug.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler: 2 s
+        torch.use_deterministic_algorithms(config.debug.deterministic)
     callbacks = build_callbacks(config)
     fixed = declared(callbacks)
     mesh = build_mesh(config, place)
@@ -213,10 +227,73 @@ def build_evaluator(config: Config, strategy: Strategy, splits: Splits, micro_ba
     return Evaluator(strategy, feed, metrics, splits.module.bytes_per_token)
 
 
-def train(config: Config, folder: RunFolder, place: Place) -> dict[str, Any]:
+def train(config: Config, folder: RunFolder | None, place: Place) -> dict[str, Any]:
     """What a rank runs: train as configured, from the start or from where a run stopped."""
     trainer = build_trainer(config, folder, place)
-    if config.resume is not None:
-        trainer.restore(Path(config.resume))
+    for note in _take_up(trainer, config, folder, place):
+        say(trainer, note)
+    say(trainer, start_table(trainer))
     result = trainer.fit()
+    say(trainer, end_table(trainer, result))
+    if result.status == "done" and folder is not None:
+        _show_sample(trainer, config, folder)
     return {"status": result.status, "reason": result.reason, "step": result.step, "metrics": result.metrics}
+
+
+def _take_up(trainer: Trainer, config: Config, folder: RunFolder | None, place: Place) -> list[str]:
+    """Restore what `resume`, a restart in place or `init_from` names. Returns what a person should know."""
+    if folder is not None and (config.resume is not None or place.attempt > 0):
+        named = Path(config.resume) if config.resume is not None and place.attempt == 0 else folder.path
+        checkpoint, notes = _newest(named, trainer)
+        if checkpoint is None:
+            return [*notes, "no checkpoint yet: starting from the beginning"]
+        notes += trainer.restore(checkpoint)
+        if trainer.is_lead:
+            folder.supersede(trainer.progress.step)
+            folder.cut_back(trainer.progress.step)
+        return [*notes, f"goes on after step {trainer.progress.step}, from {checkpoint.name}"]
+    if config.init_from is not None:
+        checkpoint, notes = _newest(Path(config.init_from), trainer)
+        if checkpoint is None:
+            raise CheckpointError(f"init_from={config.init_from} holds no good checkpoint", "init_from=<run folder or checkpoint>")
+        return [*notes, *trainer.load_weights(checkpoint), f"weights from {checkpoint}"]
+    return []
+
+
+def _newest(named: Path, trainer: Trainer) -> tuple[Path | None, list[str]]:
+    """The checkpoint `named`, or the newest good one of the run `named`, as rank 0 sees it; and what was passed over."""
+    if named.parent.name == "checkpoints":
+        return named, []
+    found = latest_good(named) if trainer.is_lead else None
+    mine = None if found is None else [str(found.folder) if found.folder else None, list(found.passed_over)]
+    chosen, notes = collectives.gather_json(mine, trainer.mesh.axis("world"), trainer.device)[0]
+    return (None if chosen is None else Path(chosen)), notes
+
+
+def say(trainer: Trainer, what: Any) -> None:
+    """Show a line or a table once."""
+    if trainer.is_lead:
+        from rich.console import Console
+
+        Console(highlight=False).print(what)
+
+
+def longest_input(config: Config, module: DataModule) -> int:
+    """Tokens that the model sees at once."""
+    return int(config.model.get("max_seq_len") or getattr(module, "context", 128))
+
+
+def _show_sample(trainer: Trainer, config: Config, folder: RunFolder) -> None:
+    """What a language model now writes, and what to do next. Every rank of the first tensor group takes part."""
+    module = data_module(config)
+    if trainer.mesh.axis("data").index == 0 and module.kind == "tokens" and module.has_text:
+        wanted = config.generate
+        prompt = module.encode(wanted.prompt)
+        generator = torch.Generator().manual_seed(config.seed)
+        trainer.model.eval()
+        length = longest_input(config, module)
+        ids = sample(trainer.strategy.outputs, prompt, SAMPLE_LENGTH, wanted.temperature, wanted.top_k, generator, length, trainer.device)
+        say(trainer, f"[bold]what it writes now[/]\n{module.decode(ids)}\n")
+    shown = os.path.relpath(folder.path)
+    verb = f"generate {shown} prompt='class '" if module.kind == "tokens" else f"evaluate {shown}"
+    say(trainer, f"run folder: {shown}\ntry next:   python -m disttrain {verb}")
