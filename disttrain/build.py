@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttrain.checkpoint.files import latest_good
+from disttrain.checkpoint.files import latest_good, supersede
 from disttrain.config.schema import Config
 from disttrain.data import adapt
 from disttrain.data.dataset import DataModule, Dataset, Order
@@ -249,7 +249,7 @@ def _take_up(trainer: Trainer, config: Config, folder: RunFolder | None, place: 
             return [*notes, "no checkpoint yet: starting from the beginning"]
         notes += trainer.restore(checkpoint)
         if trainer.is_lead:
-            folder.supersede(trainer.progress.step)
+            supersede(folder.path, trainer.progress.step)
             folder.cut_back(trainer.progress.step)
         return [*notes, f"goes on after step {trainer.progress.step}, from {checkpoint.name}"]
     if config.init_from is not None:
@@ -275,7 +275,7 @@ def say(trainer: Trainer, what: Any) -> None:
     if trainer.is_lead:
         from rich.console import Console
 
-        Console(highlight=False).print(what)
+        Console(highlight=False, markup=False).print(what, soft_wrap=isinstance(what, str))
 
 
 def longest_input(config: Config, module: DataModule) -> int:
@@ -286,14 +286,21 @@ def longest_input(config: Config, module: DataModule) -> int:
 def _show_sample(trainer: Trainer, config: Config, folder: RunFolder) -> None:
     """What a language model now writes, and what to do next. Every rank of the first tensor group takes part."""
     module = data_module(config)
-    if trainer.mesh.axis("data").index == 0 and module.kind == "tokens" and module.has_text:
+    if module.kind == "tokens" and module.bytes_per_token and trainer.mesh.axis("data").index == 0:
         wanted = config.generate
-        prompt = module.encode(wanted.prompt)
         generator = torch.Generator().manual_seed(config.seed)
         trainer.model.eval()
-        length = longest_input(config, module)
-        ids = sample(trainer.strategy.outputs, prompt, SAMPLE_LENGTH, wanted.temperature, wanted.top_k, generator, length, trainer.device)
-        say(trainer, f"[bold]what it writes now[/]\n{module.decode(ids)}\n")
+        ids = sample(
+            trainer.strategy.outputs,
+            module.encode(wanted.prompt),
+            SAMPLE_LENGTH,
+            wanted.temperature,
+            wanted.top_k,
+            generator,
+            longest_input(config, module),
+            trainer.device,
+        )
+        say(trainer, f"what it writes now\n\n{module.decode(ids)}\n")
     shown = os.path.relpath(folder.path)
     verb = f"generate {shown} prompt='class '" if module.kind == "tokens" else f"evaluate {shown}"
     say(trainer, f"run folder: {shown}\ntry next:   python -m disttrain {verb}")

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 COMPOSING = ("train", "verify")
 READING = ("generate", "evaluate")
 """Verbs that take a finished run's folder."""
-ENTRY = {"train": "disttrain.build:train", "verify": "disttrain.verify.ranks:layout"}
+ENTRY = "disttrain.build:train"
+SHOWING = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+"""Flags that print instead of run: rank 0 does, the others have nothing to do."""
 PREPARE = "disttrain.build:prepare_data"
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -98,7 +100,7 @@ def _main(words: list[str]) -> int:
     from disttrain.launch.join import follow, share_error
 
     if environment.rank > 0:
-        return follow(environment, ENTRY[verb]).exit_code
+        return 0 if SHOWING & {word.split("=")[0] for word in words} else follow(environment).exit_code
     try:
         return _compose_and_run(verb, words, environment)
     except UserError as error:
@@ -127,7 +129,7 @@ def _read_run(verb: str, words: list[str]) -> int:
         raise ConfigError(f"there is no folder {folder}", f"python -m disttrain {verb} outputs/<date>/<time>-<id>")
     import importlib
 
-    main_of_verb: Callable[[Path, list[str]], int] = importlib.import_module(f"disttrain.{verb}").main
+    main_of_verb: Callable[[Path, list[str]], int] = importlib.import_module(f"disttrain.reading.{verb}").main
     return main_of_verb(folder, words[1:])
 
 
@@ -143,6 +145,8 @@ def _compose_and_run(verb: str, words: list[str], environment: Environment) -> i
             return _sweep(verb, app, request, environment, resumed)
         composed, config = compose(app, request)
         if verb == "verify":
+            if not environment.is_alone:
+                raise ConfigError(f"verify starts its own ranks, so {environment.launcher} can't", "python -m disttrain verify ...")
             from disttrain.verify import verb as verify
 
             return verify.main(ready(config, environment, os.getcwd()), request.overrides)
@@ -185,15 +189,13 @@ class Task:
         folder = Path(hydra.runtime.output_dir)
         overrides = replace(self.request, overrides=list(hydra.overrides.task)).words()
         where: dict[str, Any] = {"resume": self.resumed} if self.resumed is not None else {"sweep_job": folder}
-        outcome = job.run(job.Job(config, ENTRY["train"], overrides, PREPARE, **where), self.environment)
+        outcome = job.run(job.Job(config, ENTRY, overrides, PREPARE, **where), self.environment)
         if outcome.folder != folder and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()  # a restart under torchrun goes on in the folder of the start before
         return outcome
 
 
-def _train(
-    app: Hydra, request: Request, composed: DictConfig, config: Config, environment: Environment, resumed: Path | None
-) -> Outcome:
+def _train(app: Hydra, request: Request, composed: DictConfig, config: Config, environment: Environment, resumed: Path | None) -> Outcome:
     from disttrain.config.compose import run_one
 
     ready(config, environment, os.getcwd(), resumed)  # a mistake is told before any folder is made

@@ -14,6 +14,7 @@ The checksums tell what happened to it afterwards.
 from __future__ import annotations
 
 import json
+import shutil
 import os
 import re
 import zlib
@@ -162,3 +163,13 @@ def latest_good(run_folder: Path) -> Found:
             return Found(folder, passed_over)
         passed_over.append(f"{folder.name}: {'; '.join(wrong)}")
     return Found(None, passed_over)
+
+
+def supersede(run_folder: Path, step: int) -> None:
+    """Put checkpoints after `step` aside, into `superseded/`: the run goes on from `step` and will write its own."""
+    for later in steps_in(run_folder / "checkpoints"):
+        if later > step:
+            aside = run_folder / "superseded" / step_name(later)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.parent.mkdir(exist_ok=True)
+            (run_folder / "checkpoints" / step_name(later)).rename(aside)

@@ -217,6 +217,10 @@ class Strategy:
         loss = (losses.sum(1) / counts.clamp(min=1.0)).sum()
         return Report(loss, losses, counts, norm, verdict, overflow, skip, measured.view(self._world.size, num_measured))
 
+    def buffers(self) -> dict[str, tuple[Tensor, Layout]]:
+        """The model's buffers, whole on every rank."""
+        return {name: (buffer, Layout(tuple(buffer.shape))) for name, buffer in self.model.named_buffers()}
+
     def own_random_modules(self) -> set[str]:
         """Modules that draw from the rank's own stream, by plain name."""
         return {name for name, module in self.model.named_modules() if isinstance(module, OwnRandom)}

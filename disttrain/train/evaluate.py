@@ -70,7 +70,7 @@ class Evaluator:
             sums, seen = self.strategy.evaluate(step)
             totals = sums if totals is None else totals + sums
             terms = tuple(step.local_counts)
-            if self.metrics is not None:
+            if self.metrics is not None and self.metrics.metrics:
                 for outputs, targets, valid in seen:
                     self.metrics.update(self.strategy.whole_outputs(outputs), targets, valid)
         assert totals is not None, "a split has at least one batch"

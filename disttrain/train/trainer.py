@@ -309,8 +309,7 @@ class Trainer:
         state = State()
         for name, parameter in self.parameters.items():
             state.tensors[f"model/{name}"] = (parameter.detach(), self.layouts[name])
-        for name, buffer in self.model.named_buffers():
-            state.tensors[f"model/{name}"] = (buffer, Layout(tuple(buffer.shape)))
+        state.tensors |= {f"model/{name}": held for name, held in self.strategy.buffers().items()}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         for name, held in self.update.state_tensors(names, self.layouts).items():
             state.tensors[f"optimizer/{name}"] = held
@@ -340,6 +339,10 @@ class Trainer:
                 callback.load_state_dict(state.values["callbacks"][key])
         self._call("on_load_checkpoint", state)
         return notes
+
+    def load_weights(self, folder: Path) -> list[str]:
+        """Take the weights of the checkpoint `folder` and nothing else."""
+        return load(self.state(), folder, self.mesh, {"model"})
 
     # --- hooks -----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Verbs that read a finished run: its record, and nothing else."""
