@@ -125,7 +125,7 @@ def signature_of(target: str, place: str) -> Signature:
     if module.split(".")[0] == "disttrain":
         found = _read(module, name)
         if found is None:
-            raise ConfigError(f"{place}._target_={target}: {module} has no class {name}", f"{place}=custom {place}._target_=my_package.MyClass")
+            raise ConfigError(f"{place}._target_={target}: {module} has no class {name}", f"{place}._target_=my_package.MyClass")
         return found
     return _inspect(_find(target, place))
 

@@ -96,7 +96,7 @@ def parse(words: Sequence[str]) -> Request:
     return Request(found.overrides, found.config_name or sources.PRIMARY, folders, found, multirun)
 
 
-class Loader(ConfigLoaderImpl):  # type: ignore[misc]
+class Loader(ConfigLoaderImpl):
     """Hydra's loader, with overrides that may add keys; what it says of them is as they were typed."""
 
     def load_configuration(
@@ -189,7 +189,9 @@ def _resolved(composed: DictConfig) -> dict[str, Any]:
         for key in composed:
             if key != "hydra":
                 value = composed[key]
-                values[str(key)] = OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+                values[str(key)] = value
     except OmegaConfBaseException as error:
         raise messages.unresolved(error) from error
     return values
@@ -210,28 +212,33 @@ def _not_chosen(group: str, key: str, keyed: list[str]) -> ConfigError:
         return ConfigError(f"there is no '{group}.{key}'; the nearest is '{group}.{near}'", f"{group}.{near}.<key>=<value>")
     if near is None:
         return ConfigError(f"{group}.{key} does not say which class it is", f"{group}.{key}._target_=my_package.MyClass")
-    return ConfigError(f"'{group}.{key}' is not among the chosen {group} ({', '.join(k for k in keyed if k != key)})", f"{group}=[default,{near}]")
+    chosen = ", ".join(name for name in keyed if name != key) or "none"
+    return ConfigError(f"'{group}.{key}' is not among the chosen {group} ({chosen})", f"{group}=[default,{near}]")
 
 
 def compose(app: Hydra, request: Request) -> tuple[DictConfig, Config]:
     """One run: everything with Hydra's own part, and the settled config."""
     composed = app.config_loader.load_configuration(request.config_name, request.overrides, RunMode.RUN)
-    config = enter(composed, str(composed.hydra.run.dir))
+    config = enter(composed, "hydra.run.dir")
     if request.typed is not None:
         check_stored(config, request.typed)
     return composed, config
 
 
-def enter(composed: DictConfig, folder: str) -> Config:
-    """Make `${hydra:...}` of a composed config work, `folder` being where its output goes, and settle what is not Hydra's."""
-    with read_write(composed.hydra), open_dict(composed.hydra):
-        composed.hydra.runtime.output_dir = os.path.abspath(folder)
+def enter(composed: DictConfig, *folder_keys: str) -> Config:
+    """Make `${hydra:...}` of a composed config work and settle what is not Hydra's. Output goes to the folders of these keys, joined."""
     HydraConfig.instance().set_config(composed)
+    try:
+        folder = os.path.join(*(str(OmegaConf.select(composed, key)) for key in folder_keys))
+    except OmegaConfBaseException as error:
+        raise messages.unresolved(error) from error
+    with read_write(composed.hydra), open_dict(composed.hydra):
+        composed.hydra.runtime.output_dir = os.path.abspath(os.path.expanduser(folder))
     return settle(composed)
 
 
 def run_one(app: Hydra, request: Request, composed: DictConfig, task: Callable[[DictConfig], Any], folder: Path | None = None) -> Any:
-    """Run `task` as Hydra runs a job: output folder (`folder` if given), environment, callbacks, working folder. Returns what it returns."""
+    """Run `task` as Hydra runs a job: output folder (`folder` if given), environment, callbacks, working folder."""
     with read_write(composed.hydra):
         composed.hydra.run.dir = str(folder or Path(str(composed.hydra.run.dir)).expanduser())
         composed.hydra.mode = RunMode.RUN
@@ -260,10 +267,11 @@ def run_sweep(app: Hydra, request: Request, task: Callable[[DictConfig], Any], v
     context.callbacks.on_multirun_start(config=master, config_name=request.config_name)
     arguments = list(master.hydra.overrides.task)
     if master.hydra.sweeper.get("_target_") == SWEEPER:
-        sweeper = JobSweeper(master.hydra.sweeper.max_batch_size, master.hydra.sweeper.params)
-        sweeper.validate = lambda composed, folder: validate(enter(composed, folder))
-        sweeper.setup(hydra_context=context, task_function=task, config=master)
-        jobs = sweeper.sweep(arguments)
+
+        def enter_job(composed: DictConfig) -> None:
+            validate(enter(composed, "hydra.sweep.dir", "hydra.sweep.subdir"))
+
+        jobs = JobSweeper(context, task, master, enter_job).sweep(arguments)
     else:
         theirs = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=task, config=master)
         jobs = jobs_of(theirs.sweep(arguments))

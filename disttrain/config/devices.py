@@ -21,12 +21,10 @@ def num_visible(visible: str, installed: int) -> int:
     count = 0
     for entry in visible.split(","):
         entry = entry.strip()
-        if entry.startswith(("GPU-", "MIG-")):
-            count += 1
-        elif entry.isdigit() and int(entry) < installed:
-            count += 1
-        else:
+        names_one = entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < installed)
+        if not names_one:
             break
+        count += 1
     return count if installed else 0
 
 

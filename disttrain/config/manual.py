@@ -18,7 +18,8 @@ def keys() -> str:
 
 def _lines(kind: Any, where: str) -> Iterator[str]:
     for field in dataclasses.fields(kind):
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        made = field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
         place = f"{where}{field.name}"
         if dataclasses.is_dataclass(default):
             yield from _lines(type(default), f"{place}.")

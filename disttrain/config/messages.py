@@ -30,7 +30,7 @@ def translate(error: Exception, overrides: Sequence[str], loader: ConfigLoaderIm
         word = (found[1] or found[2]).lstrip("+")
         key, _, value = word.partition("=")
         return ConfigError(f"{word} names several values: -m (--multirun) runs one job for each, brackets make a list", f"-m {key}={value}")
-    if found := re.search(r"Could not delete from config\. (?:The value of )?'([^']*)'", text) or re.search(r"Could not delete '([^']*)'", text):
+    if found := re.search(r"Could not delete (?:from config\. )?(?:The value of )?'([^']*)'", text):
         return _nothing_to_delete(found[1], loader)
     if found := re.search(r"Config group override (?:deletion value )?must be", text):
         return _choice_by_name(next(word for word in overrides if _misses_a_name(word, loader)), loader)
@@ -99,11 +99,12 @@ def _nothing_to_delete(key: str, loader: ConfigLoaderImpl) -> ConfigError:
     sections = {name: value for name, value in composed.items_ex(resolve=False) if name != "hydra"}
     known = [*(f"callbacks.{name}" for name in composed.get("callbacks") or ()), *dotted(sections)]
     near = nearest_key(key, known)
-    return ConfigError(f"~{key}: there is no such key to delete" + (f"; the nearest is '{near}'" if near else ""), f"~{near}" if near else None)
+    return ConfigError(f"~{key}: there is no such key to delete", f"~{near}" if near else None)
 
 
 def _one_line(text: str) -> str:
     """The first lines of an error that say what is wrong, without the places in code that follow."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    kept = [line for line in lines if not re.match(r"(full_key|object_type|reference_type)[:=]|To append to your|Set the environment", line)]
+    places = re.compile(r"(full_key|object_type|reference_type)[:=]|To append to your|Set the environment")
+    kept = [line for line in lines if not places.match(line)]
     return "; ".join(kept[:3]) or "unknown error"

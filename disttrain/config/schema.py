@@ -45,7 +45,9 @@ class LaunchConfig:
     world_size: int | Literal["auto"] = key("auto", "ranks in all; auto: one for single, else the GPUs, else two an axis", "ranks")
     nodes: int = key(1, "machines", "machines")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "what ranks compute on; auto: cuda where there are GPUs")
-    backend: Literal["auto", "gloo", "nccl", "cuda:nccl,cpu:gloo"] = key("auto", "what ranks talk by; auto: cuda:nccl,cpu:gloo on GPUs, else gloo")
+    backend: Literal["auto", "gloo", "nccl", "cuda:nccl,cpu:gloo"] = key(
+        "auto", "what ranks talk by; auto: cuda:nccl,cpu:gloo on GPUs, else gloo"
+    )
     threads: int | Literal["auto"] = key("auto", "CPU threads a rank; auto: cores / ranks", "threads")
     start_method: Literal["auto", "fork", "spawn"] = key("auto", "how ranks are started; auto: fork where that is safe")
     max_restarts: int = key(0, "restarts of all ranks after a failure that is not the user's", "restarts")

@@ -51,7 +51,7 @@ def _complete(app: Hydra, request: Request) -> None:
     try:
         app.shell_completion(config_name=request.config_name, overrides=request.overrides)
     except ValueError as error:
-        raise ConfigError(f"--shell-completion: {error}", "eval \"$(disttrain -sc install=bash)\"") from error
+        raise ConfigError(f"--shell-completion: {error}", 'eval "$(disttrain -sc install=bash)"') from error
     finally:
         if line:
             os.environ["COMP_LINE"] = line

@@ -99,7 +99,7 @@ def search_path(extra: list[str]) -> ConfigSearchPath:
         path.append("project", f"project://{project}")
     path.append("main", f"file://{package}")
     folders = [Path.cwd() / "experiments", package_folder("experiments")]
-    for folder in dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir()):
-        path.append("experiments", f"experiments://{folder}")
+    for experiments in dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir()):
+        path.append("experiments", f"experiments://{experiments}")
     path.append("schema", "structured://")
     return path

@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
@@ -30,8 +29,8 @@ USER_ERROR, FAILED = 2, 1
 STOPPED = (130, 143)
 """Exit codes after which the sweep starts no further job."""
 
-Validate = Callable[[DictConfig, str], object]
-"""Settle and check a composed job whose output folder is given; raises UserError."""
+Validate = Callable[[DictConfig], object]
+"""Settle and check a composed job, and set its output folder; raises UserError."""
 
 
 @dataclass
@@ -39,38 +38,41 @@ class Job:
     """One job of a sweep and how it ended."""
 
     number: int
+    name: str
+    """The overrides that tell it from the others, as typed."""
     words: list[str]
     folder: str
     exit_code: int = 0
     reason: str = ""
 
-    @property
-    def name(self) -> str:
-        """What tells it from the others, as typed."""
-        return " ".join(map(close, self.words)) or "(no override)"
 
-
-class JobSweeper(BasicSweeper):  # type: ignore[misc]
+class JobSweeper:
     """The grid of Hydra's basic sweeper, each job on its own."""
 
-    def __init__(self, max_batch_size: int | None = None, params: Mapping[str, str] | None = None) -> None:
-        super().__init__(max_batch_size, dict(params or {}))
-        self.validate: Validate | None = None
-        self.task_function: TaskFunction | None = None
+    def __init__(self, context: HydraContext, task: TaskFunction, config: DictConfig, validate: Validate) -> None:
+        """`config` is the sweep's own, composed without the values that are swept over."""
+        self.context = context
+        self.task = task
+        self.config = config
+        self.validate = validate
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
+        self.folder = str(config.hydra.sweep.dir)
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by Hydra's rules before `sweep`."""
-        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        self.task_function = task_function
-
-    def sweep(self, arguments: list[str]) -> list[Job]:
+    def sweep(self, arguments: Sequence[str]) -> list[Job]:
         """Run every point of the grid; returns the jobs in order."""
-        assert self.hydra_context is not None and self.config is not None
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        words = [f"{key}={value}" for key, value in self.params.items()] + list(arguments)
-        (grid,) = self.split_arguments(parser.parse_overrides(words), None)
-        folder = str(self.config.hydra.sweep.dir)
-        jobs = [Job(number, list(point), folder) for number, point in enumerate(grid)]
+        # Hydra runs these modules once more when it looks for plugins, so their classes are others before that.
+        from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+        options = self.config.hydra.sweeper
+        words = [f"{key}={value}" for key, value in (options.params or {}).items()] + list(arguments)
+        parser = OverridesParser.create(config_loader=self.context.config_loader)
+        (grid,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
+        common = set.intersection(*(set(point) for point in grid))
+        jobs = []
+        for number, point in enumerate(grid):
+            name = " ".join(close(word) for word in point if word not in common)
+            jobs.append(Job(number, name or "(all the same)", list(point), os.path.join(self.folder, str(number))))
         if isinstance(self.launcher, BasicLauncher):
             self._one_by_one(jobs)
         else:
@@ -81,10 +83,9 @@ class JobSweeper(BasicSweeper):  # type: ignore[misc]
         for job in jobs:
             composed = self._compose(job, job.number)
             if composed is not None:
-                assert self.hydra_context is not None and self.task_function is not None
                 returned = run_job(
-                    hydra_context=self.hydra_context,
-                    task_function=self.task_function,
+                    hydra_context=self.context,
+                    task_function=self.task,
                     config=composed,
                     job_dir_key="hydra.sweep.dir",
                     job_subdir_key="hydra.sweep.subdir",
@@ -98,7 +99,6 @@ class JobSweeper(BasicSweeper):  # type: ignore[misc]
 
     def _together(self, jobs: list[Job]) -> None:
         """Sound jobs first, so that the launcher's numbers are theirs; wrong ones take the numbers behind them."""
-        assert self.launcher is not None
         sound: list[Job] = []
         wrong: list[Job] = []
         for job in jobs:
@@ -107,8 +107,9 @@ class JobSweeper(BasicSweeper):  # type: ignore[misc]
             job.number = number
         for job in wrong:
             self._record(job)
-        for start in range(0, len(sound), self.max_batch_size or max(1, len(sound))):
-            batch = sound[start : start + (self.max_batch_size or len(sound))]
+        size = self.config.hydra.sweeper.max_batch_size or max(1, len(sound))
+        for start in range(0, len(sound), size):
+            batch = sound[start : start + size]
             returns: Sequence[JobReturn] = self.launcher.launch([job.words for job in batch], initial_job_idx=start)
             for job, returned in zip(batch, returns, strict=True):
                 _take(job, returned)
@@ -116,13 +117,12 @@ class JobSweeper(BasicSweeper):  # type: ignore[misc]
 
     def _compose(self, job: Job, number: int, record: bool = True) -> DictConfig | None:
         """The job's composed config, or None if it is wrong: then it has failed, and been told of."""
-        assert self.hydra_context is not None and self.config is not None and self.validate is not None
         try:
-            composed = self.hydra_context.config_loader.load_sweep_config(self.config, job.words)
+            composed = self.context.config_loader.load_sweep_config(self.config, job.words)
             with open_dict(composed.hydra):
                 composed.hydra.job.id = composed.hydra.job.num = number
-            job.folder = os.path.join(str(composed.hydra.sweep.dir), str(number))
-            self.validate(composed, os.path.join(str(composed.hydra.sweep.dir), str(composed.hydra.sweep.subdir)))
+                composed.hydra.sweep.dir = self.folder
+            self.validate(composed)
         except UserError as error:
             job.exit_code, job.reason = USER_ERROR, str(error)
             print(f"job {job.number} ({job.name}) is wrong:\n{error}", file=sys.stderr, flush=True)
@@ -134,8 +134,7 @@ class JobSweeper(BasicSweeper):  # type: ignore[misc]
 
     def _record(self, job: Job) -> None:
         """A job that never began still has a folder, with its message."""
-        assert self.config is not None
-        folder = Path(str(self.config.hydra.sweep.dir)) / str(job.number)
+        folder = Path(self.folder, str(job.number))
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "logs" / "rank-0.log").write_text(f"{job.reason}\n", encoding="utf-8")
         write_json(folder / "result.json", {"status": "user_error", "exit_code": job.exit_code, "reason": job.reason})
@@ -162,14 +161,15 @@ def jobs_of(returned: Any) -> list[Job]:
     returns = [one for batch in returned or () for one in (batch if isinstance(batch, (list, tuple)) else [batch])]
     jobs = []
     for number, one in enumerate(one for one in returns if isinstance(one, JobReturn)):
-        jobs.append(Job(number, list(one.overrides or ()), str(one.working_dir)))
+        words = list(one.overrides or ())
+        jobs.append(Job(number, " ".join(words), words, str(one.working_dir)))
         _take(jobs[-1], one)
     return jobs
 
 
 def _store(jobs: Sequence[Job]) -> None:
     """sweep.json beside the jobs' folders: which is which, and how each ended so far."""
-    rows = [{"job": Path(j.folder).name, "overrides": j.words, "exit_code": j.exit_code, "reason": j.reason} for j in jobs]
+    rows = [{"job": Path(j.folder).name, "overrides": [close(word) for word in j.words], "exit_code": j.exit_code, "reason": j.reason} for j in jobs]
     write_json(Path(jobs[0].folder).parent / "sweep.json", rows)
 
 

@@ -37,10 +37,10 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "", known: Iter
         if name not in fields:
             raise unknown(place, value, known)
         hint = hints[name]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{place} is a section with keys of its own and can't be {show(value)}", f"{place}.<key>=<value>")
-            made[name] = build(hint, value, place, known)  # type: ignore[type-var]
+            made[name] = build(hint, value, place, known)
         else:
             made[name] = check(value, hint, place)
     return kind(**made)

@@ -1,0 +1,139 @@
+"""How many ranks, on what, and how the degrees share them out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+from disttrain.config.devices import num_gpus
+from disttrain.config.schema import Config, LaunchConfig, StrategyConfig
+from disttrain.errors import ConfigError, LaunchError
+
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""They multiply to the world size; `ep` divides dp_shard."""
+NOT_YET = ("pp", "dp_shard", "cp", "ep")
+Device = Literal["cpu", "cuda"]
+Backend = Literal["gloo", "nccl", "cuda:nccl,cpu:gloo"]
+
+
+def check_launch(config: Config, launched: int | None) -> LaunchConfig:
+    """`launch` with world size, device and backend worked out."""
+    launch = config.launch
+    if launch.nodes > 1 and launched is None:
+        raise ConfigError(
+            f"launch.nodes={launch.nodes}: from here only this machine's ranks are started", "launch.nodes=1, or torchrun or srun"
+        )
+    device = _device(launch)
+    size = _world_size(launch, config.strategy, device, launched)
+    return replace(launch, world_size=size, device=device, backend=_backend(launch, device, size, launched))
+
+
+def _device(launch: LaunchConfig) -> Device:
+    found = num_gpus()
+    if launch.device == "cuda" and not found:
+        raise ConfigError("launch.device=cuda, but this machine shows no GPU (CUDA_VISIBLE_DEVICES counts)", "launch.device=cpu")
+    if launch.device == "auto":
+        return "cuda" if found else "cpu"
+    return launch.device
+
+
+def _backend(launch: LaunchConfig, device: Device, size: int, launched: int | None) -> Backend:
+    asked = launch.backend
+    uses_nccl = "nccl" in asked or (asked == "auto" and device == "cuda")
+    if uses_nccl and device == "cpu":
+        raise ConfigError(f"launch.backend={asked} needs GPUs, and ranks compute on the CPU (launch.device)", "launch.backend=gloo")
+    if uses_nccl and launched is None and size > num_gpus():
+        raise ConfigError(
+            f"launch.world_size={size}, but this machine has {num_gpus()} GPUs, and launch.backend={asked} wants one for each rank",
+            "launch.device=cpu",
+        )
+    if asked == "auto":
+        return "cuda:nccl,cpu:gloo" if device == "cuda" else "gloo"
+    return asked
+
+
+def _world_size(launch: LaunchConfig, strategy: StrategyConfig, device: Device, launched: int | None) -> int:
+    """As asked, as launched, or: one for a strategy that names no axis, the GPUs, else two for each axis it names."""
+    asked = launch.world_size
+    if launched is not None:
+        if asked not in ("auto", launched):
+            remedy = f"launch.world_size={launched}, or launch {asked} ranks"
+            raise LaunchError(f"launch.world_size={asked}, but {launched} ranks were launched", remedy)
+        return launched
+    if isinstance(asked, int):
+        return asked
+    degrees: list[int] = [getattr(strategy, name) for name in DEGREES]
+    fixed = math.prod(degree for degree in degrees if degree > 0)
+    num_filling = degrees.count(-1)
+    if device == "cpu":
+        return fixed * int(2**num_filling)
+    if fixed <= num_gpus():
+        return num_gpus() if num_filling else fixed
+    raise ConfigError(f"{product(strategy)} asks for {fixed} ranks, and this machine has {num_gpus()} GPUs", "launch.device=cpu")
+
+
+def check_degrees(strategy: StrategyConfig, size: int) -> StrategyConfig:
+    """The strategy with -1 filled in. ConfigError unless the degrees multiply to the world size."""
+    degrees = {name: getattr(strategy, name) for name in DEGREES}
+    for name, degree in {**degrees, "ep": strategy.ep}.items():
+        if degree < 1 and degree != -1:
+            raise ConfigError(f"strategy.{name}={degree} is no number of ranks; -1 takes what is left of the world", f"strategy.{name}=1")
+    filling = [name for name, degree in degrees.items() if degree == -1]
+    if len(filling) > 1:
+        keys = " and ".join(f"strategy.{name}=-1" for name in filling)
+        raise ConfigError(f"{keys} each ask for what is left of the world", f"strategy.{filling[0]}=1")
+    fixed = math.prod(degree for degree in degrees.values() if degree != -1)
+    if filling and size % fixed:
+        remedy = f"launch.world_size={-(-size // fixed) * fixed}"
+        raise ConfigError(f"launch.world_size={size} is not divisible by {product(strategy)}", remedy)
+    if not filling and fixed != size:
+        grown = size // fixed * strategy.dp_replicate
+        remedy = f"launch.world_size={fixed}" if size % fixed else f"strategy.dp_replicate={grown}"
+        raise ConfigError(f"{product(strategy)}, but launch.world_size = {size}", remedy)
+    if filling:
+        strategy = replace(strategy, **{filling[0]: size // fixed})
+    for name in NOT_YET:
+        if getattr(strategy, name) != 1:
+            raise ConfigError(
+                f"strategy.{name}={getattr(strategy, name)}: this version cuts along dp_replicate and tp only", f"strategy.{name}=1"
+            )
+    if strategy.sequence_parallel and strategy.tp == 1:
+        raise ConfigError("strategy.sequence_parallel=true needs strategy.tp of two or more", "strategy.sequence_parallel=false")
+    return strategy
+
+
+def product(strategy: StrategyConfig) -> str:
+    """The degrees that are given, as a product with their keys: 'strategy.dp_replicate * strategy.tp = 2 * 2 = 4'."""
+    named = {f"strategy.{name}": getattr(strategy, name) for name in DEGREES if getattr(strategy, name) not in (1, -1)}
+    if len(named) < 2:
+        return (
+            "".join(f"{key} = {degree}" for key, degree in named.items()) or f"strategy {strategy.name}: every degree is 1, their product"
+        )
+    return f"{' * '.join(named)} = {' * '.join(map(str, named.values()))} = {math.prod(named.values())}"
+
+
+def check_tensor(config: Config) -> None:
+    """What tp cuts must divide: key-value heads, heads, vocabulary, widths; the sequence too under sequence parallelism."""
+    tp, model, size = config.strategy.tp, config.model, int(config.launch.world_size)
+    cut = ["num_kv_heads", "num_heads", "vocab_size", "intermediate_size", "hidden_size"]
+    for name in [*cut, "max_seq_len"] if config.strategy.sequence_parallel else cut:
+        number = model.get(name)
+        if isinstance(number, int) and number % tp:
+            smaller = max(n for n in divisors(number) if n < tp)
+            remedy = (
+                f"strategy.tp={smaller} launch.world_size={size // tp * smaller}"
+                if smaller > 1
+                else f"model.{name}={nearest_multiple(number, tp)}"
+            )
+            raise ConfigError(f"strategy.tp={tp} does not divide model.{name}={number}", remedy)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def nearest_multiple(number: int, of: int) -> int:
+    """The positive multiple of `of` that is nearest to `number`."""
+    return max(1, round(number / of)) * of
