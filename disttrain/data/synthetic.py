@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ class Synthetic(DataModule):
     def __init__(
         self,
         *,
-        kind: Kind = "vectors",
+        kind: Literal["vectors", "images", "tokens"] = "vectors",
         num_samples: int = 1024,
         num_validation: int = 128,
         shape: Sequence[int] = (32, 512),

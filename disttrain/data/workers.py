@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +42,10 @@ class BatchSource:
         if self._loader is None:
             self._loader = self._start()
         self._requests.source = requests
-        return iter(self._loader)
+        with warnings.catch_warnings():
+            # Python 3.12 warns of every fork beside other threads; a worker of one thread takes none of their locks.
+            warnings.filterwarnings("ignore", r"This process .* is multi-threaded, use of fork", DeprecationWarning)
+            return iter(self._loader)
 
     def close(self) -> None:
         """End the workers."""

@@ -206,7 +206,7 @@ def test_own_data_sets_become_modules():
     assert Adapted(train=Augmented(), validation=Augmented()).validation() is not None
     assert Adapted(train=Augmented()).shuffle
     assert not Adapted(train=Counting(7), length=7).shuffle
-    with pytest.raises(DataError, match="int is no .*DataModule"):
+    with pytest.raises(DataError, match=r"int is no .*DataModule"):
         data_module(3)
 
 

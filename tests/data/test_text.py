@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -211,6 +213,20 @@ def test_what_is_no_text_is_named(tmp_path):
     path.write_bytes("é".encode("latin-1") * 100)
     with pytest.raises(DataError, match=r"latin\.txt is not UTF-8"):
         build([path], tmp_path, vocabulary="characters").prepare()
+
+
+def test_data_choices_are_read_and_prepared_without_torch(texts, tmp_path):
+    """Config checks and the parent, which forks, need none of it."""
+    program = f"""
+import sys
+sys.modules["torch"] = None  # importing it fails
+from disttrain.data import images, synthetic
+from disttrain.data.text import TextFiles
+TextFiles(paths=[{str(texts)!r}], data_dir={str(tmp_path / "data")!r}, context=16).prepare()
+print(TextFiles.kind, images.Digits.kind, synthetic.Synthetic(kind="images").kind)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["tokens", "images", "images"]
 
 
 def test_unprepared_text_says_so(texts, tmp_path):
