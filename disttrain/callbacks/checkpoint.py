@@ -84,13 +84,13 @@ class Checkpoint(Callback):
     def on_load_checkpoint(self, trainer: Trainer, state: State) -> None:
         """Take up what was kept until the step resumed from, that one included."""
         if self._pending is not None:
-            step = trainer.progress.step
+            step, self._measured = trainer.progress.step, self._pending["measured"]
             self.retention.load_state_dict(self._pending, until=step)
-            self.retention.add(step, self._pending["score"])
+            self.retention.add(step, self._score(step))
             self._pending = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept, and the score of the step being saved."""
+        """What is kept, and the newest score, which may be that of the step being saved."""
         return self.retention.state_dict() | {"measured": self._measured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -18,3 +18,8 @@ class JSONL(Callback):
         """Append the row, with its step first."""
         if trainer.is_lead and trainer.folder is not None:
             trainer.folder.append({"step": trainer.progress.step, **row})
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Close the file."""
+        if trainer.folder is not None:
+            trainer.folder.close()

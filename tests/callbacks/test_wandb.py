@@ -190,7 +190,3 @@ def test_config_objects_become_plain_values():
     }
     harmless = {"max_tokens": 5, "tokenizer": "byte", "monitor": "val/loss"}
     assert plain(harmless) == harmless
-        "max_tokens": 5,
-        "tokenizer": "byte",
-        "monitor": "val/loss",
-    }
