@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,8 @@ from disttrain.launch.place import Place
 from disttrain.launch.world import run_world
 from disttrain.verify import ranks, shrink
 from disttrain.verify.compare import Error, likely_cause, worst_by_name
+
+Around = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,27 @@ class Proof:
         return max((error.error for error in self.errors if error.quantity == quantity), default=0.0)
 
 
-def prove(config: Config, entry: Callable[..., Any] = ranks.layout) -> Proof:
-    """Run one device, then the layout beside its record. `entry` is what the layout's ranks run."""
+def prove(config: Config) -> Proof:
+    """Run one device, then the layout beside its record."""
+    with tempfile.TemporaryDirectory(prefix="disttrain-verify-") as folder:
+        record(config, folder)
+        return compare(config, folder)
+
+
+def record(config: Config, folder: str) -> None:
+    """Write what one device computes into `folder`."""
+    small, _ = shrink.shrunk(config)
+    _world(ranks.reference, shrink.one_device(shrink.without_dropout(small)), folder)
+
+
+def compare(config: Config, folder: str, around: Around = nullcontext) -> Proof:
+    """Run the layout beside the record in `folder`. `around()` is entered on each of its ranks: tests plant faults by it."""
     small, notes = shrink.shrunk(config)
     plain = shrink.without_dropout(small)
-    world = partial(_world, small)
-    with tempfile.TemporaryDirectory(prefix="disttrain-verify-") as folder:
-        world(ranks.reference, shrink.one_device(plain), folder)
-        found = world(entry, plain, folder)
-        if plain is not small:
-            notes.append(f"dropout {small.model['dropout']}: equality shown at 0, masks compared over the tensor group at {small.model['dropout']}")
-            found += world(ranks.mask_law, small, folder)
+    found = _world(ranks.layout, plain, folder, around)
+    if plain is not small:
+        notes.append(f"dropout {small.model['dropout']}: equality shown at 0, masks compared over the tensor group at {small.model['dropout']}")
+        found += _world(ranks.mask_law, small, folder, around)
     errors = worst_by_name([Error.from_json(error) for error in found])
     limit = shrink.tolerance(config)
     failed = [error for error in errors if not error.error <= limit]
@@ -60,13 +73,13 @@ def prove(config: Config, entry: Callable[..., Any] = ranks.layout) -> Proof:
     return Proof(errors, limit, cause, notes)
 
 
-def _world(config: Config, entry: Callable[..., Any], own: Config, folder: str) -> list[Any]:
-    """`entry(own, folder, place)` on every rank of `own`; what its first rank returned."""
+def _world(entry: Callable[..., Any], config: Config, folder: str, around: Around = nullcontext) -> list[Any]:
+    """`entry(config, folder, place)` on every rank; what the first returned."""
     launch = config.launch
     results = run_world(
-        partial(_call, entry),
-        int(own.launch.world_size),
-        (own, folder),
+        partial(_call, entry, around),
+        int(launch.world_size),
+        (config, folder),
         device=launch.device,
         threads=int(launch.threads),
         start_method=choose_start_method(launch.start_method),
@@ -77,8 +90,9 @@ def _world(config: Config, entry: Callable[..., Any], own: Config, folder: str) 
     return results[0] or []
 
 
-def _call(entry: Callable[..., Any], place: Place, config: Config, folder: str) -> Any:
-    return entry(config, folder, place)
+def _call(entry: Callable[..., Any], around: Around, place: Place, config: Config, folder: str) -> Any:
+    with around():
+        return entry(config, folder, place)
 
 
 def main(config: Config, overrides: Sequence[str] = ()) -> int:
