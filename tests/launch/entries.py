@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from disttrain.config.schema import Config
+from disttrain.errors import DataError
 from disttrain.launch.place import Place
 from disttrain.record import RunFolder, write_json
+from tests.launch.processes import sign_in
 
 
 def plus(place: Place, number: int) -> tuple[int, str]:
@@ -39,3 +42,28 @@ def raises_at_step_3(config: Config, folder: RunFolder | None, place: Place) -> 
         if step == 3 and place.rank == 1:
             raise ValueError("planted at step 3")
         dist.all_reduce(torch.ones(2))
+
+
+def users_mistake(config: Config, folder: RunFolder | None, place: Place) -> None:
+    raise DataError("found three samples", "dataset.size=4")
+
+
+def listens(config: Config, folder: RunFolder | None, place: Place) -> None:
+    """Stays until it is told to stop, so that one can look at it from outside."""
+    assert folder is not None
+    sign_in(folder.subfolder("pids"))
+    asked = torch.zeros(())
+    while not asked:
+        asked = torch.tensor(float(place.stop_requested() is not None))
+        dist.all_reduce(asked)
+        time.sleep(0.02)
+
+
+def count_call(config: Config) -> None:
+    """Preparation of data that notes each call."""
+    with open(config.paths.data, "a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+def refuse(config: Config) -> None:
+    raise DataError("no network", "put files into paths.data")
