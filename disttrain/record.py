@@ -83,7 +83,9 @@ class RunFolder:
             return cls(new_folder(Path(outputs)))
         job.mkdir(parents=True, exist_ok=True)
         if any(job.iterdir()):
-            raise LaunchError(f"{job} can't be the run folder: something is in it", f"resume={job} to go on in it, or another hydra.run.dir")
+            raise LaunchError(
+                f"{job} can't be the run folder: something is in it", f"resume={job} to go on in it, or another hydra.run.dir"
+            )
         return cls(job)
 
     # --- where things lie -------------------------------------------------------------------------------------
