@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +17,26 @@ import torch
 from torch import nn
 
 from disttrain.checkpoint.files import latest_good, supersede
-from disttrain.config.schema import Config
+from disttrain.config.schema import Config, GenerateConfig
 from disttrain.data import adapt
-from disttrain.data.dataset import DataModule, Dataset, Order
-from disttrain.data.workers import BatchSource
-from disttrain.errors import CheckpointError, ConfigError, DataError
+from disttrain.data.module import DataModule
+from disttrain.errors import CheckpointError, ConfigError
 from disttrain.launch.place import Place
 from disttrain.models.sampling import sample
-from disttrain.models.task import Task, task_of
 from disttrain.parallel import collectives
 from disttrain.parallel.mesh import Mesh
-from disttrain.parallel.step import Declaration
-from disttrain.parallel.strategy import Options, Strategy
-from disttrain.parallel.update import LossScale, Update
+from disttrain.parallel.strategy import Options
 from disttrain.record import RunFolder
-from disttrain.train.batch import Feed, Slice
-from disttrain.train.evaluate import Evaluator
-from disttrain.train.hooks import Callback, StepPolicy
-from disttrain.train.metrics import MetricSet
-from disttrain.train.optimizer import build_optimizer, parameter_groups, tabulate
-from disttrain.train.progress import Progress
+from disttrain.train.hooks import Callback
+from disttrain.train.state import load_weights, restore
 from disttrain.train.summary import end_table, start_table
 from disttrain.train.trainer import Trainer
 
 SAMPLE_LENGTH = 160
 """Tokens shown at the end of a run."""
+
+DEFAULT_CONTEXT = 128
+"""Tokens shown to a model that does not say how many it can see."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -97,21 +93,6 @@ def build_callbacks(config: Config) -> dict[str, Callback]:
     return callbacks
 
 
-def declared(callbacks: Mapping[str, Callback]) -> Declaration:
-    """What the policies fix together. ConfigError where two answer the same question."""
-    answers: dict[str, tuple[str, Any]] = {}
-    for key, callback in callbacks.items():
-        if not isinstance(callback, StepPolicy):
-            continue
-        for name, value in vars(callback.declare()).items():
-            if value is None:
-                continue
-            if name in answers:
-                raise ConfigError(f"callbacks.{answers[name][0]} and callbacks.{key} both fix {name.replace('_', ' ')}", f"~callbacks.{key}")
-            answers[name] = (key, value)
-    return Declaration(**{name: value for name, (_, value) in answers.items()})
-
-
 def device_of(config: Config, place: Place) -> torch.device:
     """This rank's device."""
     return torch.device("cuda", place.local_rank) if config.launch.device == "cuda" else torch.device("cpu")
@@ -123,108 +104,36 @@ def build_mesh(config: Config, place: Place) -> Mesh:
     return Mesh({"dp_replicate": strategy.dp_replicate, "tp": strategy.tp}, place.rank)
 
 
-def build_strategy(config: Config, mesh: Mesh, device: torch.device, model: nn.Module, task: Task, loss_scale: LossScale | None) -> Strategy:
-    """The model laid out on the mesh."""
-    knobs = config.strategy
-    options = Options(knobs.sequence_parallel, knobs.plan, knobs.bucket_size, knobs.static_graph, knobs.find_unused_parameters)
-    strategy = Strategy(mesh, options, device, config.seed)
-    strategy.prepare(model, task, DTYPES[config.train.dtype], loss_scale)
-    return strategy
-
-
-@dataclass
-class Splits:
-    """Training and validation data with their orders."""
-
-    module: DataModule
-    train: Dataset
-    train_order: Order
-    validation: Dataset | None
-
-
-def build_splits(config: Config) -> Splits:
-    """Both splits; ConfigError where training data is smaller than one global batch."""
-    module = data_module(config)
-    train = module.train()
-    size = config.train.global_batch_size
-    if len(train) < size:
-        raise DataError(
-            f"the training split has {len(train)} samples, fewer than one global batch (train.global_batch_size={size})",
-            f"train.global_batch_size={max(1, len(train))}, or more data by the keys of dataset",
-        )
-    return Splits(module, train, Order(len(train), size, config.seed, module.shuffle), module.validation())
-
-
-def num_steps(config: Config, order: Order) -> int:
-    """Steps of the run."""
-    if config.train.steps is not None:
-        return config.train.steps
-    assert config.train.epochs is not None, "check makes sure of one of both"
-    return config.train.epochs * order.steps_per_epoch
-
-
-def build_update(config: Config, strategy: Strategy, progress: Progress, steps: int) -> Update:
-    """Optimizer, schedule and clipping. Weight decay is the groups' own."""
-    arguments = {key: value for key, value in config.optimizer.items() if key not in ("_target_", "weight_decay")}
-    groups = parameter_groups(strategy.model, strategy.parameters, config.optimizer.get("weight_decay", 0.0))
-    optimizer = build_optimizer(class_of(config.optimizer), groups, arguments)
-    factors = tabulate(instantiate(config.scheduler, num_steps=steps), steps, strategy.device)
-    return Update(optimizer, factors, progress.updates, progress.skipped, config.train.clip_norm, strategy.loss_scale)
-
-
-def build_feed(config: Config, dataset: Dataset, order: Order, strategy: Strategy, micro_batch_size: int | None, module: DataModule) -> Feed:
-    """This rank's steps of one split."""
-    axis = strategy.mesh.axis("data")
-    local = config.train.global_batch_size // axis.size
-    part = Slice(axis, config.train.global_batch_size, min(micro_batch_size or local, local))
-    source = BatchSource(dataset, module.loading)
-    threaded = strategy.device.type == "cuda" and source.fits_thread  # on a CPU the thread would only take turns with the step
-    ahead = module.loading.prefetch if threaded else 0
-    return Feed(source.iterate, order, part, strategy.task, strategy.device, ahead, module.loading.pin_memory)
-
-
 def build_trainer(config: Config, folder: RunFolder | None, place: Place) -> Trainer:
-    """Everything that a rank needs to train, put together."""
-    device = device_of(config, place)
+    """Everything that a rank needs to train."""
     if config.debug.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler: 2 s
         torch.use_deterministic_algorithms(config.debug.deterministic)
-    callbacks = build_callbacks(config)
-    fixed = declared(callbacks)
-    mesh = build_mesh(config, place)
-    loss_scale = None if fixed.loss_scale is None else LossScale(fixed.loss_scale, device)
-    model = build_model(config)
-    strategy = build_strategy(config, mesh, device, model, task_of(model), loss_scale)
-    splits = build_splits(config)
-    steps = num_steps(config, splits.train_order)
-    progress = Progress(device)
-    update = build_update(config, strategy, progress, steps)
-    feed = build_feed(config, splits.train, splits.train_order, strategy, fixed.micro_batch_size, splits.module)
+    knobs, run = config.strategy, config.train
+    arguments = {key: value for key, value in config.optimizer.items() if key not in ("_target_", "weight_decay")}
     return Trainer(
-        strategy,
-        update,
-        progress,
-        feed,
-        num_steps=steps,
-        evaluator=build_evaluator(config, strategy, splits, fixed.micro_batch_size),
-        callbacks=callbacks,
-        log_every=config.train.log_every,
-        eval_every=config.train.eval_every,
+        build_model(config),
+        data_module(config),
+        optimizer=partial(class_of(config.optimizer), **arguments),
+        weight_decay=config.optimizer.get("weight_decay", 0.0),
+        schedule=lambda steps: instantiate(config.scheduler, num_steps=steps),
+        callbacks=build_callbacks(config),
+        metrics={name: instantiate(component) for name, component in config.metrics.items()},
+        steps=run.steps,
+        epochs=run.epochs,
+        global_batch_size=run.global_batch_size,
+        clip_norm=run.clip_norm,
+        log_every=run.log_every,
+        eval_every=run.eval_every,
+        seed=config.seed,
+        dtype=DTYPES[run.dtype],
+        mesh=build_mesh(config, place),
+        options=Options(knobs.sequence_parallel, knobs.plan, knobs.bucket_size, knobs.static_graph, knobs.find_unused_parameters),
+        device=device_of(config, place),
         overfit=config.debug.overfit,
         stop_requested=place.stop_requested,
         folder=folder,
         config=config,
     )
-
-
-def build_evaluator(config: Config, strategy: Strategy, splits: Splits, micro_batch_size: int | None) -> Evaluator | None:
-    """What measures the validation split; None without one."""
-    if splits.validation is None:
-        return None
-    order = Order(len(splits.validation), config.train.global_batch_size, config.seed, shuffle=False)
-    feed = build_feed(config, splits.validation, order, strategy, micro_batch_size, splits.module)
-    own = {name: instantiate(component) for name, component in config.metrics.items()}
-    metrics = MetricSet(strategy.task, own, strategy.mesh.axis("data"), strategy.device)
-    return Evaluator(strategy, feed, metrics, splits.module.bytes_per_token)
 
 
 def train(config: Config, folder: RunFolder | None, place: Place) -> dict[str, Any]:
@@ -247,7 +156,7 @@ def _take_up(trainer: Trainer, config: Config, folder: RunFolder | None, place: 
         checkpoint, notes = _newest(named, trainer)
         if checkpoint is None:
             return [*notes, "no checkpoint yet: starting from the beginning"]
-        notes += trainer.restore(checkpoint)
+        notes += restore(trainer, checkpoint)
         if trainer.is_lead:
             supersede(folder.path, trainer.progress.step)
             folder.cut_back(trainer.progress.step)
@@ -256,7 +165,7 @@ def _take_up(trainer: Trainer, config: Config, folder: RunFolder | None, place: 
         checkpoint, notes = _newest(Path(config.init_from), trainer)
         if checkpoint is None:
             raise CheckpointError(f"init_from={config.init_from} holds no good checkpoint", "init_from=<run folder or checkpoint>")
-        return [*notes, *trainer.load_weights(checkpoint), f"weights from {checkpoint}"]
+        return [*notes, *load_weights(trainer, checkpoint), f"weights from {checkpoint}"]
     return []
 
 
@@ -278,29 +187,28 @@ def say(trainer: Trainer, what: Any) -> None:
         Console(highlight=False, markup=False).print(what, soft_wrap=isinstance(what, str))
 
 
-def longest_input(config: Config, module: DataModule) -> int:
-    """Tokens that the model sees at once."""
-    return int(config.model.get("max_seq_len") or getattr(module, "context", 128))
+def write_text(trainer: Trainer, wanted: GenerateConfig, seed: int) -> str:
+    """The prompt and what the model makes of it; the same on every rank of a tensor group, all of which must call."""
+    ids = sample(
+        trainer.strategy.outputs,
+        trainer.data.encode(wanted.prompt),
+        wanted.length,
+        wanted.temperature,
+        wanted.top_k,
+        torch.Generator().manual_seed(seed),
+        int(getattr(trainer.model, "max_seq_len", DEFAULT_CONTEXT)),
+        trainer.device,
+    )
+    return trainer.data.decode(ids)
 
 
 def _show_sample(trainer: Trainer, config: Config, folder: RunFolder) -> None:
     """What a language model now writes, and what to do next. Every rank of the first tensor group takes part."""
-    module = data_module(config)
-    if module.kind == "tokens" and module.bytes_per_token and trainer.mesh.axis("data").index == 0:
-        wanted = config.generate
-        generator = torch.Generator().manual_seed(config.seed)
+    writes = trainer.data.kind == "tokens" and trainer.data.bytes_per_token is not None
+    if writes and trainer.mesh.axis("data").index == 0:
         trainer.model.eval()
-        ids = sample(
-            trainer.strategy.outputs,
-            module.encode(wanted.prompt),
-            SAMPLE_LENGTH,
-            wanted.temperature,
-            wanted.top_k,
-            generator,
-            longest_input(config, module),
-            trainer.device,
-        )
-        say(trainer, f"what it writes now\n\n{module.decode(ids)}\n")
+        text = write_text(trainer, replace(config.generate, length=SAMPLE_LENGTH), config.seed)
+        say(trainer, f"what it writes now\n\n{text}\n")
     shown = os.path.relpath(folder.path)
-    verb = f"generate {shown} prompt='class '" if module.kind == "tokens" else f"evaluate {shown}"
+    verb = f"generate {shown} prompt='class '" if writes else f"evaluate {shown}"
     say(trainer, f"run folder: {shown}\ntry next:   python -m disttrain {verb}")

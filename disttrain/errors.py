@@ -43,7 +43,7 @@ class MissingExtraError(UserError):
 
     def __init__(self, package: str, extra: str, what_for: str) -> None:
         super().__init__(f"{what_for} needs the package '{package}', which is not installed", f"pip install 'disttrain[{extra}]'")
-        self.args = (package, extra, what_for)
+        self.given = (package, extra, what_for)
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:  # type: ignore[override]
-        return type(self), self.args  # type: ignore[return-value]
+        return type(self), self.given

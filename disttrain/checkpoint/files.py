@@ -14,9 +14,9 @@ The checksums tell what happened to it afterwards.
 from __future__ import annotations
 
 import json
-import shutil
 import os
 import re
+import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path

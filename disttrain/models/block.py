@@ -42,21 +42,23 @@ class TransformerBlock(nn.Module):
         self.max_seq_len = max_seq_len
         self.init_std = init_std
         self.task: Task = task or Regression()
+        self.enter = nn.Identity()  # where a plan may cut whole inputs along tokens, and below make outputs whole again
         self.blocks = nn.ModuleList([Block(self.shape)])
+        self.leave = nn.Identity()
 
     def forward(self, x_btd: Tensor) -> Tensor:
         """[b, t, d] to [b, t, d]."""
-        y_btd: Tensor = self.blocks[0](x_btd)
+        y_btd: Tensor = self.leave(self.blocks[0](self.enter(x_btd)))
         return y_btd
 
     @property
     def plan(self) -> dict[str, str]:
         """The block's; inputs, outputs and loss are whole on every rank."""
-        return block_plan(self.shape)
+        return {"enter": "sequence_split"} | block_plan(self.shape) | {"leave": "sequence_gather"}
 
     def parts(self) -> Parts:
         """The one block."""
-        return Parts(first=(), repeated=("blocks.0",), last=(), cost={"blocks.0": self.shape.flops(self.max_seq_len)})
+        return Parts(first=("enter",), repeated=("blocks.0",), last=("leave",), cost={"blocks.0": self.shape.flops(self.max_seq_len)})
 
     def flops(self, shape: tuple[int, ...] | None = None) -> float:
         """Forward and backward of one sample: three times the forward's (see `BlockShape.flops`)."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from disttrain.models.task import Task
 from disttrain.parallel.mesh import Axis
@@ -27,13 +28,16 @@ class LossModule(nn.Module):
         self.model = model
         self.task = task
         self.contexts: list[Any] = []
+        self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
         """Per-sample loss sums [micro], by term."""
         return dict(self.task.losses(self.outputs(inputs), targets))
 
     def outputs(self, inputs: Any) -> Any:
-        """The model's outputs under the policies' contexts."""
+        """The model's outputs under the policies' contexts. Data is float32; a proof's weights are float64, and so are then its inputs."""
+        if self._double:
+            inputs = pytree.tree_map(lambda x: x.double() if x.is_floating_point() else x, inputs)
         contexts = [make() for make in self.contexts]
         for context in contexts:
             context.__enter__()

@@ -8,9 +8,11 @@ axis is thus one of the mesh's own and never carved out of another at a call sit
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from typing import cast
 
 import torch.distributed as dist
 
@@ -84,12 +86,9 @@ class Mesh:
 
     def _make(self, name: str) -> Axis:
         parts = VIEWS.get(name, (name,))
-        mine = ()
-        for ranks in self._slices(parts):
-            group = self._group(ranks)
-            if self.rank in ranks:
-                mine, mine_group = ranks, group
-        return Axis(name, len(mine), mine.index(self.rank), mine, mine_group)
+        groups = {ranks: self._group(ranks) for ranks in self._slices(parts)}
+        mine = next(ranks for ranks in groups if self.rank in ranks)
+        return Axis(name, len(mine), mine.index(self.rank), mine, groups[mine])
 
     def _slices(self, parts: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
         """Every set of ranks that differ along `parts` only."""
@@ -111,5 +110,15 @@ class Mesh:
             return None
         if ranks not in self._groups:
             everyone = len(ranks) == self.size
-            self._groups[ranks] = dist.group.WORLD if everyone else dist.new_group(list(ranks))
+            self._groups[ranks] = dist.group.WORLD if everyone else cast(dist.ProcessGroup, dist.new_group(list(ranks)))
         return self._groups[ranks]
+
+
+def found_mesh() -> Mesh:
+    """The world that this process stands in, all of it one data axis; torchrun's is joined if nobody has yet."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_initialized() and world_size > 1:
+        dist.init_process_group()
+    if not dist.is_initialized():
+        return Mesh()
+    return Mesh({"dp_replicate": dist.get_world_size()}, dist.get_rank())

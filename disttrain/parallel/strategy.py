@@ -116,8 +116,7 @@ class Strategy:
 
     def forward_backward(self, step: Step) -> Local:
         """Run every micro-batch in both directions. Gradients come out as sums over the global batch, scaled."""
-        assert step.counts is not None, "count the step before it runs"
-        weights = self._loss_weights(step.counts)
+        weights = self._loss_weights(_counted(step))
         self.streams.begin(step.number)
         losses = []
         for index, batch in enumerate(step.micro):
@@ -139,17 +138,23 @@ class Strategy:
         return list(weights.to(dtype).unbind())
 
     def finish(
-        self, local: Local, verdicts: Sequence[Tensor], flags: Sequence[float] | None, measured: Sequence[float], following: Step | None, counts: Tensor
+        self,
+        local: Local,
+        step: Step,
+        verdicts: Sequence[Tensor] = (),
+        flags: Sequence[float] | None = None,
+        measured: Sequence[float] = (),
+        following: Step | None = None,
     ) -> Report:
-        """Complete the gradients, then agree on everything else in one sum over the world.
+        """Complete the gradients of `step`, then agree on everything else in one sum over the world.
 
         `verdicts`: counters [4] of this rank's policies; `flags`: its host requests; `measured`: its values of this
-        step (as many on every rank); `following`: the next step, whose counts ride along; `counts`: this step's.
+        step (as many on every rank); `following`: the next step, whose counts ride along.
         """
         self._complete_gradients()
         vector = self._pack(local, self._squares(), verdicts, flags, measured, following)
         collectives.all_reduce_(vector, self._world)
-        return self._unpack(vector, local.losses.shape, len(measured), following, counts)
+        return self._unpack(vector, local.losses.shape, len(measured), step, following)
 
     def _complete_gradients(self) -> None:
         """Sum gradients that are in parts over an axis (norms and row biases under sequence parallelism): one buffer an axis."""
@@ -181,7 +186,13 @@ class Strategy:
         return torch.tensor(list(step.local_counts.values()), dtype=torch.float64).to(self.device, non_blocking=True)
 
     def _pack(
-        self, local: Local, squares: Tensor, verdicts: Sequence[Tensor], flags: Sequence[float] | None, measured: Sequence[float], following: Step | None
+        self,
+        local: Local,
+        squares: Tensor,
+        verdicts: Sequence[Tensor],
+        flags: Sequence[float] | None,
+        measured: Sequence[float],
+        following: Step | None,
     ) -> Tensor:
         """[losses, next counts, squares, verdicts, measured by rank]; float64. Ranks with the same samples speak once."""
         asked = torch.zeros(len(Verdict), dtype=torch.float64, device=self.device)
@@ -200,8 +211,9 @@ class Strategy:
             parts.append(slots.flatten().to(self.device))
         return torch.cat(parts)
 
-    def _unpack(self, vector: Tensor, shape: torch.Size, num_measured: int, following: Step | None, counts: Tensor) -> Report:
+    def _unpack(self, vector: Tensor, shape: torch.Size, num_measured: int, step: Step, following: Step | None) -> Report:
         terms, micro = shape
+        counts = _counted(step)
         losses, next_counts, squares, verdict, measured = vector.split(
             [terms * micro, terms, 1, len(Verdict), num_measured * self._world.size]
         )
@@ -217,9 +229,10 @@ class Strategy:
         loss = (losses.sum(1) / counts.clamp(min=1.0)).sum()
         return Report(loss, losses, counts, norm, verdict, overflow, skip, measured.view(self._world.size, num_measured))
 
-    def buffers(self) -> dict[str, tuple[Tensor, Layout]]:
-        """The model's buffers, whole on every rank."""
-        return {name: (buffer, Layout(tuple(buffer.shape))) for name, buffer in self.model.named_buffers()}
+    def weights(self) -> dict[str, tuple[Tensor, Layout]]:
+        """This rank's part of every parameter, and the buffers, which are whole on every rank."""
+        held = {name: (parameter.detach(), self.layouts[name]) for name, parameter in self.parameters.items()}
+        return held | {name: (buffer, Layout(tuple(buffer.shape))) for name, buffer in self.model.named_buffers()}
 
     def own_random_modules(self) -> set[str]:
         """Modules that draw from the rank's own stream, by plain name."""
@@ -229,8 +242,10 @@ class Strategy:
 
     @torch.no_grad()
     def evaluate(self, step: Step) -> tuple[Tensor, list[tuple[Any, Any, Tensor | None]]]:
-        """Loss sums and counts of one step [2, terms] from this rank (nothing from ranks that repeat another's samples),
-        and, for metrics, (outputs, targets, valid) of each micro-batch, whole."""
+        """Loss sums and counts of one step [2, terms], and (outputs, targets, valid) of each micro-batch for metrics.
+
+        A rank that repeats another's samples adds nothing to the sums.
+        """
         sums = torch.zeros(2, len(step.local_counts), dtype=torch.float64, device=self.device)
         seen = []
         for batch in step.micro:
@@ -249,6 +264,11 @@ class Strategy:
     def whole_outputs(self, outputs: Any) -> Any:
         """Outputs with a vocabulary that is cut made whole."""
         return gather_slice(outputs, self._tp, -1) if self._vocab_cut else outputs
+
+
+def _counted(step: Step) -> Tensor:
+    assert step.counts is not None, "count the step before it runs"
+    return step.counts
 
 
 def _valid(per_sample: Tensor, valid: Tensor | None) -> Tensor:

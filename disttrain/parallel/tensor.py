@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from disttrain.errors import ConfigError
+from disttrain.models.projections import Projections
 from disttrain.parallel import collectives
 from disttrain.parallel.layout import Cut, Placement, Sum
 from disttrain.parallel.mesh import Axis
@@ -112,6 +113,20 @@ class _GatherSlice(torch.autograd.Function):
         return grad.narrow(ctx.dim, ctx.axis.index * ctx.size, ctx.size), None, None
 
 
+class _SliceGather(torch.autograd.Function):
+    """Forward: this rank's slice along `dim` of a tensor that is whole on every rank. Backward: concatenate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return x.chunk(axis.size, dim)[axis.index].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return collectives.all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
 def copy_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Same `x` on every rank, used in parts by each: identity forward, sum backward."""
     return _CopyReduce.apply(x, axis)  # type: ignore[no-any-return]
@@ -135,6 +150,11 @@ def reduce_scatter_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def gather_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Whole tensor from parts along `dim`, used alike by all ranks: gather forward, slice backward."""
     return _GatherSlice.apply(x, axis, dim)  # type: ignore[no-any-return]
+
+
+def slice_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part along `dim` of a whole tensor: slice forward, gather backward."""
+    return _SliceGather.apply(x, axis, dim)  # type: ignore[no-any-return]
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
@@ -221,6 +241,7 @@ class ColumnLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to this rank's [..., out/tp], or all of it if gathered."""
         (y,) = _ColumnLinears.apply(x, self.axis, self.sequence, self.weight)
         if self.bias is not None:
             y = y + self.bias
@@ -230,11 +251,11 @@ class ColumnLinear(nn.Module):
 class ColumnProjections(nn.Module):
     """`Projections` cut by heads: one input, several outputs, one all-reduce backward."""
 
-    def __init__(self, projections: nn.Module, axis: Axis, sequence: bool) -> None:
+    def __init__(self, projections: Projections, axis: Axis, sequence: bool) -> None:
         super().__init__()
         self.axis, self.sequence = axis, sequence
-        self.segments = [size // axis.size for size in projections.segments]  # type: ignore[union-attr]
-        self.merged = "weight" in dict(projections.named_parameters(recurse=False))
+        self.segments = [size // axis.size for size in projections.segments]
+        self.merged = projections.merged
         if self.merged:
             self.weight, self.bias = projections.weight, projections.bias
         else:
@@ -242,6 +263,7 @@ class ColumnProjections(nn.Module):
                 self.add_module(name, linear)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[..., in] to this rank's part of each projection."""
         if self.merged:
             (y,) = _ColumnLinears.apply(x, self.axis, self.sequence, self.weight)
             y = y if self.bias is None else y + self.bias
@@ -260,13 +282,16 @@ class RowLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """This rank's [..., in/tp] to whole [..., out]; ValueError for an input of another width."""
         if x.shape[-1] != self.weight.shape[1]:
             raise ValueError(
                 f"a row-parallel layer takes this rank's {self.weight.shape[1]} input features, but was fed {x.shape[-1]}: "
                 "the layer before it must be column-parallel without gathering"
             )
         y: Tensor = _RowLinear.apply(x, self.weight, self.axis, self.sequence)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y
 
 
 class VocabEmbedding(nn.Module):
@@ -278,6 +303,7 @@ class VocabEmbedding(nn.Module):
         self.weight = embedding.weight
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
+        """Token numbers to [b, t, d], whole or this rank's tokens."""
         num_rows = self.weight.shape[0]
         local_bt = tokens_bt - self.axis.index * num_rows
         elsewhere_bt = (local_bt < 0) | (local_bt >= num_rows)
@@ -295,7 +321,9 @@ class SequencePart(nn.Module):
         self.weight = embedding.weight
 
     def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(positions.chunk(self.axis.size, dim=-1)[self.axis.index], self.weight)
+        """Positions [.., t] to this rank's [.., t/tp, d]."""
+        mine: Tensor = positions.chunk(self.axis.size, dim=-1)[self.axis.index]
+        return F.embedding(mine, self.weight)
 
 
 class OwnRandom(nn.Module):
@@ -307,10 +335,40 @@ class OwnRandom(nn.Module):
         self.streams = streams
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module."""
         if not self.training:
             return self.module(*args, **kwargs)
         with self.streams.own():
             return self.module(*args, **kwargs)
+
+
+class SequenceSplit(nn.Module):
+    """An identity at which whole activations [b, t, d] are cut to this rank's tokens; the gradient is made whole again."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        """[b, t, d] to [b, t/tp, d]; ConfigError if t does not divide."""
+        if x_btd.shape[SEQUENCE_DIM] % self.axis.size:
+            raise ConfigError(
+                f"sequence parallel: {x_btd.shape[SEQUENCE_DIM]} tokens are not divisible by strategy.tp={self.axis.size}",
+                "strategy.sequence_parallel=false",
+            )
+        return slice_gather(x_btd, self.axis, SEQUENCE_DIM)
+
+
+class SequenceGather(nn.Module):
+    """An identity at which this rank's tokens are made whole again, for a model that goes on alike everywhere."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        """[b, t/tp, d] to [b, t, d]."""
+        return gather_slice(x_btd, self.axis, SEQUENCE_DIM)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -358,6 +416,8 @@ STYLES: Mapping[str, str] = {
     "vocab_head": "rows cut by vocabulary, output stays cut (Linear)",
     "sequence_norm": "whole weights; input cut along tokens under sequence parallelism",
     "position_embedding": "whole weights; output cut along tokens under sequence parallelism (Embedding)",
+    "sequence_split": "an Identity at which whole activations are cut along tokens under sequence parallelism",
+    "sequence_gather": "an Identity at which activations cut along tokens are made whole again",
     "heads": "works on this rank's heads: random draws are its own",
     "residual_dropout": "one mask per tensor group; its own under sequence parallelism",
 }
@@ -376,7 +436,8 @@ def match_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             continue
         if style not in STYLES:
             raise ConfigError(
-                f"tensor plan: style '{style}' of '{pattern}' is unknown; styles are {', '.join(STYLES)}", f"strategy.plan.'{pattern}'=column"
+                f"tensor plan: style '{style}' of '{pattern}' is unknown; styles are {', '.join(STYLES)}",
+                f"strategy.plan.'{pattern}'=column",
             )
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
@@ -411,10 +472,10 @@ def _restyle(
     if style in ("column", "vocab_head", "column_gather") and isinstance(module, nn.Linear):
         _must_divide(name, "output features", module.out_features, axis)
         return ColumnLinear(module, axis, sequence, style == "column_gather"), {parameter: Cut(0) for parameter in own}
-    if style == "column" and hasattr(module, "segments"):
+    if style == "column" and isinstance(module, Projections):
         for size in module.segments:
             _must_divide(name, "output features", size, axis)
-        cut = Cut(0, tuple(module.segments) if any("." not in parameter for parameter in own) else ())
+        cut = Cut(0, module.segments if module.merged else ())
         return ColumnProjections(module, axis, sequence), dict.fromkeys(own, cut)
     if style == "row" and isinstance(module, nn.Linear):
         _must_divide(name, "input features", module.in_features, axis)
@@ -427,6 +488,9 @@ def _restyle(
         return module, dict.fromkeys(own, Sum()) if sequence else {}
     if style == "position_embedding" and isinstance(module, nn.Embedding):
         return (SequencePart(module, axis), {"weight": Sum()}) if sequence else (module, {})
+    if style in ("sequence_split", "sequence_gather") and isinstance(module, nn.Identity):
+        made = SequenceSplit(axis) if style == "sequence_split" else SequenceGather(axis)
+        return (made if sequence else module), {}
     if style in ("heads", "residual_dropout") and not own:
         own_draws = draws(module) and (style == "heads" or sequence)
         return (OwnRandom(module, streams) if own_draws else module), {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from disttrain.parallel.layout import Layout
 from disttrain.parallel.step import Report, ScaleRule
@@ -76,7 +76,8 @@ class Update:
             self.optimizer.step()
         elif not bool(skip):
             if divisor is not None:
-                torch._foreach_div_([p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None], divisor)
+                grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+                torch._foreach_div_(grads, divisor)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.skipped += skip.to(torch.int64)
@@ -104,11 +105,12 @@ class Update:
             else:
                 group["lr"] = float(factor) * base
 
-    def state_tensors(self, names: Mapping[int, str], layouts: Mapping[str, Layout]) -> dict[str, tuple[Tensor, Layout]]:
+    def state_tensors(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout]) -> dict[str, tuple[Tensor, Layout]]:
         """Moments as '<parameter>/<moment>' with that parameter's layout; scalars (step counts) with an empty one.
 
-        `names`: parameter name by id. An optimizer that has not stepped yet has none.
+        An optimizer that has not stepped yet has none.
         """
+        names = {id(parameter): name for name, parameter in parameters.items()}
         found: dict[str, tuple[Tensor, Layout]] = {}
         for parameter, state in self.optimizer.state.items():
             name = names[id(parameter)]

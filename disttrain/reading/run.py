@@ -11,16 +11,18 @@ import yaml
 
 from disttrain import build
 from disttrain.checkpoint.files import latest_good
-from disttrain.checkpoint.load import load
-from disttrain.checkpoint.state import State
 from disttrain.config import typed
 from disttrain.config.check import anchored
 from disttrain.config.frozen import plain
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.errors import CheckpointError, ConfigError
-from disttrain.models.task import task_of
-from disttrain.parallel.strategy import Strategy
+from disttrain.launch.place import alone
 from disttrain.record import RunFolder
+from disttrain.train.state import load_weights
+from disttrain.train.trainer import Trainer
+
+_NUMERIC = ("grad_accumulation", "amp")
+"""Callbacks that take part in what a forward computes; the others watch a training."""
 
 
 def open_run(run: Path, words: Sequence[str], section: str) -> tuple[Config, Path]:
@@ -42,7 +44,8 @@ def open_run(run: Path, words: Sequence[str], section: str) -> tuple[Config, Pat
             raise CheckpointError(f"{run} holds no good checkpoint", "callbacks=default, whose checkpoint saves at the end")
         checkpoint = found.folder
     launch = replace(config.launch, world_size=1)
-    return replace(config, strategy=StrategyConfig(name="single"), launch=launch), checkpoint
+    policies = {key: value for key, value in config.callbacks.items() if key in _NUMERIC}
+    return replace(config, strategy=StrategyConfig(name="single"), launch=launch, callbacks=policies), checkpoint
 
 
 def _set(values: dict[str, object], word: str, section: str) -> None:
@@ -61,15 +64,10 @@ def _set(values: dict[str, object], word: str, section: str) -> None:
     place[last] = text if isinstance(place[last], str) else yaml.safe_load(text)
 
 
-def restored(config: Config, checkpoint: Path) -> Strategy:
-    """The model, on one rank, with the weights of `checkpoint`."""
-    from disttrain.launch.place import alone
-
-    place = alone()
-    model = build.build_model(config)
-    strategy = build.build_strategy(config, build.build_mesh(config, place), build.device_of(config, place), model, task_of(model), None)
-    state = State({f"model/{name}": (parameter.detach(), strategy.layouts[name]) for name, parameter in strategy.parameters.items()})
-    state.tensors |= {f"model/{name}": held for name, held in strategy.buffers().items()}
-    load(state, checkpoint, strategy.mesh, {"model"})
-    strategy.model.eval()
-    return strategy
+def restored(config: Config, checkpoint: Path) -> Trainer:
+    """The run on one rank, with the weights of `checkpoint`."""
+    build.prepare_data(config)
+    trainer = build.build_trainer(config, None, alone())
+    load_weights(trainer, checkpoint)
+    trainer.model.eval()
+    return trainer

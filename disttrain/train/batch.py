@@ -100,10 +100,8 @@ class Feed:
         size = self.part.micro_batch_size
         if self.pin_memory:
             inputs, targets, real = (_map(lambda x: x.pin_memory(), value) for value in (inputs, targets, real))
-        micro = []
-        for start in range(0, self.part.local_batch_size, size):
-            cut = slice(start, start + size)
-            micro.append(Batch(_map(lambda x, c=cut: x[c], inputs), _map(lambda x, c=cut: x[c], targets), None if whole else real[cut], rows[cut]))
+        cuts = [slice(start, start + size) for start in range(0, self.part.local_batch_size, size)]
+        micro = [Batch(_rows(inputs, cut), _rows(targets, cut), None if whole else real[cut], rows[cut]) for cut in cuts]
         return Step(number, micro, local_counts)
 
 
@@ -131,6 +129,11 @@ def _map(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, (tuple, list)):
         return type(tree)(_map(change, value) for value in tree)
     return tree
+
+
+def _rows(tree: Any, cut: slice) -> Any:
+    """Some rows of every tensor."""
+    return _map(lambda x: x[cut], tree)
 
 
 class _Failed:
@@ -177,9 +180,12 @@ def _on_cuda(steps: Iterator[Step], device: torch.device) -> Iterator[Step]:
     """Copy each step on a stream of its own while the one before is in use."""
     stream = torch.cuda.Stream(device)
     pending: Step | None = None
+
+    def move(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=True)
+
     for step in steps:
         with torch.cuda.stream(stream):
-            move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
             for batch in step.micro:
                 batch.inputs, batch.targets = _map(move, batch.inputs), _map(move, batch.targets)
                 batch.valid = None if batch.valid is None else move(batch.valid)
@@ -200,5 +206,5 @@ def _claim(step: Step, stream: torch.cuda.Stream) -> Step:
         return x
 
     for batch in step.micro:
-        _map(keep, batch.inputs), _map(keep, batch.targets), _map(keep, batch.valid)
+        _map(keep, (batch.inputs, batch.targets, batch.valid))
     return step

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,30 +22,27 @@ from disttrain.train.metrics import MetricSet
 class Evaluator:
     """Measures a model, in the layout it is trained in, on one split."""
 
-    def __init__(self, strategy: Strategy, feed: Feed, metrics: MetricSet | None = None, bytes_per_token: float | None = None) -> None:
+    def __init__(self, strategy: Strategy, feed: Feed, metrics: MetricSet, bytes_per_token: float | None = None) -> None:
         """`feed` gives every batch of the split once; `bytes_per_token`: of the data, where it knows."""
         self.strategy = strategy
         self.feed = feed
         self.metrics = metrics
         self.bytes_per_token = bytes_per_token
 
-    def run(self, prefix: str = "val", weight_sets: Mapping[str, Mapping[str, Tensor]] | None = None, limit: int | None = None) -> dict[str, float]:
-        """Metrics by name (`val/loss`, ...), the same on every rank; once more for each set of weights, with its suffix.
-
-        `limit`: number of batches, for a quick look; all by default.
-        """
-        found = self._measure(prefix, "", limit)
+    def run(self, prefix: str = "val", weight_sets: Mapping[str, Mapping[str, Tensor]] | None = None) -> dict[str, float]:
+        """Metrics by name (`val/loss`, ...), the same on every rank; once more for each set of weights, with its suffix."""
+        found = self._measure(prefix, "")
         for suffix, weights in (weight_sets or {}).items():
             with _borrowed(self.strategy.parameters, weights):
-                found |= self._measure(prefix, f"_{suffix}", limit)
+                found |= self._measure(prefix, f"_{suffix}")
         return found
 
-    def _measure(self, prefix: str, suffix: str, limit: int | None) -> dict[str, float]:
+    def _measure(self, prefix: str, suffix: str) -> dict[str, float]:
         model = self.strategy.model
         was_training = model.training
         model.eval()
         try:
-            terms, totals = self._sums(limit)
+            terms, totals = self._sums()
         finally:
             model.train(was_training)
         losses, counts = totals.tolist()
@@ -57,31 +53,22 @@ class Evaluator:
             named["perplexity"] = math.exp(min(loss, 700.0))
             if self.bytes_per_token:
                 named["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
-        if self.metrics is not None:
-            named |= self.metrics.compute()
+        named |= self.metrics.compute()
         return {f"{prefix}/{name}{suffix}": value for name, value in named.items()}
 
-    def _sums(self, limit: int | None) -> tuple[Sequence[str], Tensor]:
+    def _sums(self) -> tuple[Sequence[str], Tensor]:
         """Loss sums and counts [2, terms] over the whole split and world."""
         terms: Sequence[str] = ()
         totals: Tensor | None = None
-        positions = split_positions(self.feed.order)
-        for step in self.feed.steps(_first(positions, limit)):
+        for step in self.feed.steps(split_positions(self.feed.order)):
             sums, seen = self.strategy.evaluate(step)
             totals = sums if totals is None else totals + sums
             terms = tuple(step.local_counts)
-            if self.metrics is not None and self.metrics.metrics:
+            if self.metrics.metrics:
                 for outputs, targets, valid in seen:
                     self.metrics.update(self.strategy.whole_outputs(outputs), targets, valid)
         assert totals is not None, "a split has at least one batch"
         return terms, collectives.all_reduce(totals, self.strategy.mesh.axis("world"))
-
-
-def _first(positions: Iterator[Any], limit: int | None) -> Iterator[Any]:
-    for number, position in enumerate(positions):
-        if limit is not None and number >= limit:
-            return
-        yield position
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Callback:
     # --- what a callback offers --------------------------------------------------------------------------------
 
     def due(self, trainer: Trainer, step: int) -> frozenset[str]:
-        """What follows from the number `step` of a step just taken: of 'save', 'evaluate', 'stop'. No communication."""
+        """What follows from the number `step` of a step just taken: of 'log', 'evaluate', 'save'. No communication."""
         return frozenset()
 
     def measure(self, trainer: Trainer) -> Mapping[str, float]:
@@ -168,6 +168,22 @@ class StepPolicy(Callback):
 
     def after_update(self, trainer: Trainer, report: Report) -> None:
         """The update is made or skipped (`report.skip`): adapt device state of one's own, such as the loss scale."""
+
+
+def declared(callbacks: Mapping[str, Callback]) -> Declaration:
+    """What all policies fix together. ConfigError where two answer the same question."""
+    answers: dict[str, tuple[str, Any]] = {}
+    for key, callback in callbacks.items():
+        if not isinstance(callback, StepPolicy):
+            continue
+        for name, value in vars(callback.declare()).items():
+            if value is None:
+                continue
+            if name in answers:
+                what = name.replace("_", " ")
+                raise ConfigError(f"callbacks.{answers[name][0]} and callbacks.{key} both fix the {what}", f"~callbacks.{key}")
+            answers[name] = (key, value)
+    return Declaration(**{name: value for name, (_, value) in answers.items()})
 
 
 def defined(callback: Callback, name: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain.errors import ConfigError
+from disttrain.parallel.tensor import SequencePart, VocabEmbedding
 
 
 class Schedule(Protocol):
@@ -94,7 +95,7 @@ def parameter_groups(model: nn.Module, parameters: Mapping[str, nn.Parameter], w
 
     `parameters` may be local parts: a cut never changes a parameter's number of dimensions.
     """
-    embeddings = {id(module.weight) for module in model.modules() if type(module).__name__ in _EMBEDDINGS and isinstance(module.weight, nn.Parameter)}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, EMBEDDINGS)}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     decayed = [p for p in trained.values() if p.dim() >= 2 and id(p) not in embeddings]
     kept = {id(p) for p in decayed}
@@ -105,18 +106,15 @@ def parameter_groups(model: nn.Module, parameters: Mapping[str, nn.Parameter], w
     return [group for group in groups if group["params"]]
 
 
-_EMBEDDINGS = ("Embedding", "VocabEmbedding", "SequencePart")
+EMBEDDINGS = (nn.Embedding, VocabEmbedding, SequencePart)
 
 
-def build_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer, fused where its class offers that and every parameter allows it."""
-    options = dict(arguments)
+def build_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """`make(groups)`, fused where it offers that and every parameter allows it."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     offers_fused = "fused" in inspect.signature(make).parameters
     fusable = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-    if offers_fused and fusable and "foreach" not in options:
-        options.setdefault("fused", True)
-    optimizer = make(groups, **options)
+    optimizer = make(groups, fused=True) if offers_fused and fusable else make(groups)
     if isinstance(optimizer, torch.optim.SGD):
         _start_momentum(optimizer)
     return optimizer

@@ -39,13 +39,16 @@ def start_table(trainer: Trainer) -> Table:
     moments = MOMENTS.get(type(optimizer).__name__, 0) + (1 if optimizer.defaults.get("momentum") else 0)
     part, order = trainer.feed.part, trainer.feed.order
     degrees = {name: size for name, size in trainer.mesh.degrees.items() if size > 1}
+    size, state = _bytes(num_bytes), _bytes(moments * num_bytes)
+    arithmetic = f"{part.num_micro} micro-batches x {part.micro_batch_size} x {part.axis.size} data ranks"
+    skips = "" if trainer.update.honours_skip else ": does not skip on the device, one host read a step"
     rows = {
         "model": f"{type(trainer.model).__name__}, {whole:,} parameters",
-        "a rank holds": f"{local:,} parameters: weights {_bytes(num_bytes)}, gradients {_bytes(num_bytes)}, moments {_bytes(moments * num_bytes)}",
+        "a rank holds": f"{local:,} parameters: weights {size}, gradients {size}, moments {state}",
         "ranks": f"{trainer.mesh.size} on {trainer.device.type}" + "".join(f", {name} {size}" for name, size in degrees.items()),
-        "a step": f"{part.global_batch_size} samples = {part.num_micro} micro-batches x {part.micro_batch_size} x {part.axis.size} data ranks",
+        "a step": f"{part.global_batch_size} samples = {arithmetic}",
         "training": f"{trainer.num_steps} steps; an epoch is {order.length:,} samples = {order.steps_per_epoch:,} steps",
-        "optimizer": f"{type(optimizer).__name__}" + ("" if trainer.update.honours_skip else ": does not skip on the device, one host read a step"),
+        "optimizer": f"{type(optimizer).__name__}{skips}",
     }
     return _table(rows)
 

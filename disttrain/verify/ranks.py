@@ -28,7 +28,6 @@ from disttrain.parallel import collectives
 from disttrain.parallel.layout import Copy, Layout, Sum
 from disttrain.parallel.step import Report, Step
 from disttrain.train.batch import train_positions
-from disttrain.train.progress import Progress
 from disttrain.train.trainer import Trainer
 from disttrain.verify import masks
 from disttrain.verify.compare import Error, ratio, relative_error, worst_by_name
@@ -38,12 +37,9 @@ from disttrain.verify.uneven import Uneven
 def prepared(config: Config, place: Place) -> Trainer:
     """A trainer whose training data is short and uneven."""
     trainer = build.build_trainer(config, None, place)
-    splits = build.build_splits(config)
     size = config.train.global_batch_size
-    dataset = Uneven(splits.train, size + size // 2 + 1, isinstance(trainer.task, Classification))
-    order = Order(len(dataset), size, config.seed)
-    fixed = build.declared(trainer.callbacks)
-    trainer.feed = build.build_feed(config, dataset, order, trainer.strategy, fixed.micro_batch_size, splits.module)
+    dataset = Uneven(trainer.data.train(), size + size // 2 + 1, isinstance(trainer.task, Classification))
+    trainer.feed = trainer.make_feed(dataset, Order(len(dataset), size, config.seed))
     return trainer
 
 
@@ -56,9 +52,7 @@ def run_step(trainer: Trainer, step: Step) -> Report:
     """Gradients and agreed numbers of one step, as the loop makes them, without the update."""
     trainer.strategy.count(step)
     trainer.strategy.model.train()
-    local = trainer.strategy.forward_backward(step)
-    assert step.counts is not None
-    return trainer.strategy.finish(local, [], None, [], None, step.counts)
+    return trainer.strategy.finish(trainer.strategy.forward_backward(step), step)
 
 
 # --- one device ----------------------------------------------------------------------------------------------------------
@@ -230,7 +224,9 @@ class _Comparison:
         layout: Layout = self.trainer.layouts[name]
         return [_Piece(local[target], whole[source].to(local.device)) for source, target in layout.pieces(self.at)]
 
-    def _compare(self, quantity: str, name: str, step: int, local: Tensor, whole: Tensor, norm: float, rounding_of: Tensor | None = None) -> None:
+    def _compare(
+        self, quantity: str, name: str, step: int, local: Tensor, whole: Tensor, norm: float, rounding_of: Tensor | None = None
+    ) -> None:
         """Note the worst error over the pieces of one tensor. `rounding_of`: a value whose own rounding the difference can't be below."""
         layout = self.trainer.layouts[name]
         if tuple(whole.shape) != layout.shape or tuple(local.shape) != layout.local_shape():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from disttrain.config.schema import Config, StrategyConfig
 
@@ -20,7 +20,8 @@ def shrunk(config: Config) -> tuple[Config, list[str]]:
     if config.verify.shrink:
         new_micro, new_num = min(micro, MICRO_BATCH), min(num_micro, 2)
         if (new_micro, new_num) != (micro, num_micro):
-            notes.append(f"global batch {config.train.global_batch_size} -> {new_micro * new_num * data} ({new_num} x {new_micro} x {data})")
+            whole = new_micro * new_num * data
+            notes.append(f"global batch {config.train.global_batch_size} -> {whole} ({new_num} x {new_micro} x {data})")
         micro, num_micro = new_micro, new_num
         if int(config.dataset.get("context") or 0) > CONTEXT:
             notes.append(f"sequence {config.dataset['context']} -> {CONTEXT}")
@@ -51,7 +52,7 @@ def micro_batches(config: Config) -> tuple[int, int, int]:
     return micro, local // micro, data
 
 
-def weights_dtype(config: Config) -> str:
+def weights_dtype(config: Config) -> Literal["float32", "float64"]:
     """float64 for proofs, float32 else."""
     return "float64" if config.verify.dtype == "float64" else "float32"
 
