@@ -41,7 +41,8 @@ def restore(trainer: Trainer, folder: Path) -> list[str]:
     if state.values["sums"] is not None:
         trainer.sums = Sums.restored(state.values["sums"], trainer.device)
     for key, callback in trainer.callbacks.items():
-        callback.load_state_dict(state.values["callbacks"].get(key, {}))
+        if key in state.values["callbacks"]:  # one that was added for this start begins anew
+            callback.load_state_dict(state.values["callbacks"][key])
     trainer.call("on_load_checkpoint", state)
     return notes
 
