@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Callback):
-    """Saves every so many steps or minutes, at the end, and, with `keep_best`, after evaluations that are among the best.
+    """Saves every so many steps or minutes, at the end, and, with `keep_best`, after every evaluation.
 
     What is saved when follows from the step number and from agreed metrics, so every rank knows it alone; only
     the clock is one rank's, and its wish travels as a SAVE.
@@ -54,8 +54,9 @@ class Checkpoint(Callback):
         return trainer.folder.step_folder(best[0]) if best and trainer.folder is not None else None
 
     def due(self, trainer: Trainer, step: int) -> frozenset[str]:
-        """Save at multiples of `every`, at the end, and wherever an evaluation may give a best one."""
-        return frozenset({"save"}) if self._planned(trainer, step) or self._evaluated(trainer, step) else frozenset()
+        """Save at multiples of `every` and, with `keep_best`, wherever the loop evaluates; the end is saved always."""
+        intervals = (self.every, trainer.eval_every if self.retention.keep_best else None)
+        return frozenset({"save"}) if any(every is not None and step % every == 0 for every in intervals) else frozenset()
 
     def on_log(self, trainer: Trainer, row: Mapping[str, float]) -> None:
         """Ask for a save when rank 0's clock says so."""
@@ -70,13 +71,12 @@ class Checkpoint(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, state: State) -> None:
         """Store `state`, then let older ones go."""
-        step, score = trainer.progress.step, self._score(trainer.progress.step)
-        only_for_best = self._evaluated(trainer, step) and not self._planned(trainer, step)
-        if trainer.folder is None or (only_for_best and not self.retention.would_be_best(score)):
+        if trainer.folder is None:
             return
+        step = trainer.progress.step
         save(state, trainer.folder.step_folder(step), trainer.mesh)
         self._saved_at = time.monotonic()
-        self.retention.add(step, score)
+        self.retention.add(step, self._score(step))
         gone = self.retention.expired()
         if trainer.is_lead:
             remove(trainer.folder.checkpoints, gone)
@@ -96,14 +96,6 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Wait until the step is known."""
         self._pending = state
-
-    def _planned(self, trainer: Trainer, step: int) -> bool:
-        return step == trainer.num_steps or (self.every is not None and step % self.every == 0)
-
-    def _evaluated(self, trainer: Trainer, step: int) -> bool:
-        """Whether a save at this step is for the sake of a best one only."""
-        every = trainer.eval_every
-        return self.retention.keep_best > 0 and every is not None and step % every == 0
 
     def _score(self, step: int) -> float | None:
         return self._measured[1] if self._measured is not None and self._measured[0] == step else None

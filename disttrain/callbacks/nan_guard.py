@@ -41,7 +41,8 @@ class NaNGuard(StepPolicy):
             raise ConfigError(
                 f"callbacks.nan_guard.max_consecutive is {max_consecutive}; it is at least 1", "callbacks.nan_guard.max_consecutive=20"
             )
-        self.limits = torch.tensor([1.0 if on_nan == "stop" else math.inf, float(max_consecutive)])
+        self._limits = [1.0 if on_nan == "stop" else math.inf, float(max_consecutive)]
+        self.limits = torch.tensor(self._limits)
         self.counts = torch.zeros(2)
         """Bad losses in all, and skips in a row; on the device from the start of the run."""
         self._stop = functional.one_hot(torch.tensor(int(Verdict.STOP)), len(Verdict)).float()
@@ -49,7 +50,8 @@ class NaNGuard(StepPolicy):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Move the counters to the device."""
-        self.limits, self.counts, self._stop = (x.to(trainer.device) for x in (self.limits, self.counts, self._stop))
+        self.limits = torch.tensor(self._limits, device=trainer.device)
+        self.counts, self._stop = self.counts.to(trainer.device), self._stop.to(trainer.device)
 
     def judge(self, trainer: Trainer, local: Local) -> Tensor:
         """STOP where either count, with this step's loss on this rank, reaches its limit."""
@@ -68,7 +70,9 @@ class NaNGuard(StepPolicy):
 
     def on_log(self, trainer: Trainer, row: Mapping[str, float]) -> None:
         """Say so, once for all bad losses since the last log point, and give the reason of a stop asked for on the device."""
-        (bad, in_a_row), (max_bad, max_in_a_row) = self.counts.tolist(), self.limits.tolist()
+        if "train/loss" not in row:
+            return
+        (bad, in_a_row), (max_bad, max_in_a_row) = self.counts.tolist(), self._limits
         if bad > self._told and trainer.is_lead:
             new = bad - self._told
             _log.warning("step %d: %.0f steps since the last log point had a loss that is not finite", trainer.progress.step, new)
@@ -86,7 +90,7 @@ class NaNGuard(StepPolicy):
         """Go on counting; what stopped a run before is not to stop the one that goes on."""
         self._told = float(state["bad_losses"])
         self.counts[0] = self._told
-        self.limits[0] += self._told
+        self._limits[0] += self._told
 
 
 def _is_bad(loss: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from disttrain.train.hooks import Callback
 if TYPE_CHECKING:
     from disttrain.train.trainer import Trainer
 
-_SHOWN = ("train/loss", "val/loss", "perf/tokens_per_second", "perf/samples_per_second")
+_SHOWN = ("train/loss", "train/epoch_loss", "val/loss", "perf/tokens_per_second", "perf/samples_per_second")
 
 
 class ProgressBar(Callback):
@@ -41,9 +41,8 @@ class ProgressBar(Callback):
             self._bar.update(self._bar.task_ids[0], numbers=_numbers(self._last))
         else:
             step, total = trainer.progress.step, trainer.num_steps
-            shown = {name: value for name, value in self._last.items() if name in row}
             left = (total - step) * self._last.get("perf/step_seconds", 0.0)
-            print(f"step {step:>{len(str(total))}}/{total}  {_numbers(shown)}  {_duration(left)} left", flush=True)
+            print(f"step {step:>{len(str(total))}}/{total}  {_numbers(row)}  {_duration(left)} left", flush=True)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Give the terminal back."""

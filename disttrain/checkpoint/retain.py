@@ -28,16 +28,6 @@ class Retention:
         measured = [(self.sign * score, step) for step, score in self.scores.items() if score is not None]
         return [step for _, step in sorted(measured)[: self.keep_best]]
 
-    def would_be_best(self, score: float | None) -> bool:
-        """Whether a checkpoint with this `score` would be among the best."""
-        if score is None or score != score or self.keep_best == 0:
-            return False
-        best = self.best()
-        if len(best) < self.keep_best:
-            return True
-        worst = self.scores[best[-1]]
-        return worst is None or self.sign * score < self.sign * worst
-
     def expired(self) -> list[int]:
         """Steps that are neither among the last nor among the best, oldest first; they are forgotten."""
         if self.keep_last is None:

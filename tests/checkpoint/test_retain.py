@@ -45,9 +45,6 @@ def test_max_mode_nan_and_unmeasured_are_never_best():
     saves(retention, [(1, 0.5), (2, float("nan")), (3, None), (4, 0.4)])
     assert retention.best() == [1]
     assert sorted(retention.scores) == [1, 4]
-    assert retention.would_be_best(0.6)
-    assert not retention.would_be_best(0.5)
-    assert not retention.would_be_best(float("nan"))
 
 
 def test_all_stay_without_a_limit():
