@@ -101,6 +101,7 @@ class Strategy:
         """What `finish` does to gradients: which are still in parts over which axis, and each one's weight in the norm."""
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self._trained = list(trained.values())
+        self._loss_dtype = torch.promote_types(self._trained[0].dtype, torch.float32) if trained else torch.float32
         weights = [self.layouts[name].weight() for name in trained]
         self._norm_weights = torch.tensor(weights, dtype=torch.float64, device=self.device)
         self._in_parts: dict[str, list[nn.Parameter]] = {}
@@ -127,15 +128,13 @@ class Strategy:
                 for value, weight in zip(sums[1:], weights[1:], strict=True):
                     total = total + value * weight
                 total.backward()
-            losses.append(torch.stack([value.detach() for value in sums]))
-        return Local(torch.stack(losses, dim=1))
+            losses.extend(value.detach() for value in sums)
+        return Local(torch.stack(losses).view(len(step.micro), -1).t())
 
     def _loss_weights(self, counts: Tensor) -> list[Tensor]:
         """loss scale x data ranks / count, by term: DDP divides by the data ranks again."""
         scale = self._data.size if self.loss_scale is None else self.loss_scale.value.double() * self._data.size
-        weights = torch.where(counts > 0, scale / counts.clamp(min=1.0), 0.0)
-        dtype = torch.float64 if self._trained and self._trained[0].dtype == torch.float64 else torch.float32
-        return list(weights.to(dtype).unbind())
+        return list((scale / counts.clamp(min=1.0)).to(self._loss_dtype).unbind())
 
     def finish(
         self,
@@ -161,6 +160,8 @@ class Strategy:
         for name, parameters in self._in_parts.items():
             axis = self.mesh.axis(name)
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if not grads:
+                continue
             buffer = collectives.all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]), axis)
             for grad, part in zip(grads, buffer.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
@@ -194,40 +195,33 @@ class Strategy:
         measured: Sequence[float],
         following: Step | None,
     ) -> Tensor:
-        """[losses, next counts, squares, verdicts, measured by rank]; float64. Ranks with the same samples speak once."""
-        asked = torch.zeros(len(Verdict), dtype=torch.float64, device=self.device)
-        for verdict in verdicts:
-            asked += verdict
-        if flags is not None:
-            asked += torch.tensor(flags, dtype=torch.float64, device=self.device)
+        """[losses, squares, next counts, verdicts, measured by rank]; float64. Ranks with the same samples speak once."""
         losses = local.losses.double().flatten()
-        counts = self._local_counts(following) if following is not None else losses.new_zeros(local.losses.shape[0])
-        if self._tp.size > 1:
-            losses, counts = losses * self._speaks, counts * self._speaks
-        parts = [losses, counts, squares[None], asked]
-        if measured:
-            slots = torch.zeros(self._world.size, len(measured), dtype=torch.float64)
-            slots[self._world.index] = torch.tensor(measured, dtype=torch.float64)
-            parts.append(slots.flatten().to(self.device))
-        return torch.cat(parts)
+        if self._speaks == 0.0:
+            losses = losses * 0.0  # not zeros: a NaN must be seen wherever it is
+        counts = [0.0] * local.losses.shape[0] if following is None else [n * self._speaks for n in following.local_counts.values()]
+        slots = [0.0] * (len(measured) * self._world.size)
+        slots[self._world.index * len(measured) : (self._world.index + 1) * len(measured)] = measured
+        host = torch.tensor([*counts, *(flags or _NO_FLAGS), *slots], dtype=torch.float64).to(self.device, non_blocking=True)
+        vector = torch.cat([losses, squares[None], host])
+        for verdict in verdicts:
+            vector[losses.numel() + 1 + len(counts) :][: len(Verdict)] += verdict
+        return vector
 
     def _unpack(self, vector: Tensor, shape: torch.Size, num_measured: int, step: Step, following: Step | None) -> Report:
         terms, micro = shape
         counts = _counted(step)
-        losses, next_counts, squares, verdict, measured = vector.split(
-            [terms * micro, terms, 1, len(Verdict), num_measured * self._world.size]
+        losses, squares, next_counts, verdict, measured = vector.split(
+            [terms * micro, 1, terms, len(Verdict), num_measured * self._world.size]
         )
-        losses = losses.view(terms, micro)
         if following is not None:
             following.counts = next_counts
         norm = squares[0].sqrt()
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.value
-        overflow = (~torch.isfinite(norm)).float()
-        empty = (counts == 0).all().float()
-        skip = torch.maximum(torch.maximum(overflow, empty), (verdict[Verdict.SKIP] > 0).float())
-        loss = (losses.sum(1) / counts.clamp(min=1.0)).sum()
-        return Report(loss, losses, counts, norm, verdict, overflow, skip, measured.view(self._world.size, num_measured))
+        update = norm.isfinite() & counts.any() & (verdict[Verdict.SKIP] == 0)
+        skip = update.logical_not().float()
+        return Report(losses.view(terms, micro), counts, norm, verdict, skip, measured.view(self._world.size, num_measured))
 
     def weights(self) -> dict[str, tuple[Tensor, Layout]]:
         """This rank's part of every parameter, and the buffers, which are whole on every rank."""
@@ -264,6 +258,9 @@ class Strategy:
     def whole_outputs(self, outputs: Any) -> Any:
         """Outputs with a vocabulary that is cut made whole."""
         return gather_slice(outputs, self._tp, -1) if self._vocab_cut else outputs
+
+
+_NO_FLAGS = (0.0,) * len(Verdict)
 
 
 def _counted(step: Step) -> Tensor:

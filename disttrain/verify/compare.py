@@ -102,11 +102,10 @@ def _gradient_cause(gradients: Sequence[Error], loss_is_off: bool, degrees: dict
         factor = factors.pop()
         if factor == 0:
             return "these gradients are lost: nothing flows back, as through a collective without a backward"
-        known = {float(num_micro): "the number of micro-batches"}
-        known |= {float(size): f"the ranks of axis {axis}" for axis, size in degrees.items() if size > 1}
-        for number, what in known.items():
-            if abs(factor - number) < 1e-6 or abs(factor * number - 1) < 1e-6:
-                return f"gradients are {factor:g} times too large: {what} enters once too often or too seldom"
+        known = {"the number of micro-batches": num_micro} | {f"the ranks of axis {axis}": n for axis, n in degrees.items() if n > 1}
+        fits = [what for what, number in known.items() if abs(factor - number) < 1e-6 or abs(factor * number - 1) < 1e-6]
+        if fits:
+            return f"gradients are {factor:g} times what they should be: {' or '.join(fits)} enters once too often or too seldom"
         return f"gradients are off by one factor, {factor:g}: the number they are divided by is wrong"
     if not loss_is_off:
         return "the loss is right but gradients are not: a backward reduction is missing, doubled or on the wrong group"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,10 @@ class _Piece:
     wanted: Tensor
 
 
+def _ratio(pieces: Sequence[_Piece]) -> float | None:
+    return ratio(torch.cat([piece.found.flatten() for piece in pieces]), torch.cat([piece.wanted.flatten() for piece in pieces]))
+
+
 class _Comparison:
     """Collects the errors of this rank."""
 
@@ -168,8 +172,8 @@ class _Comparison:
         data, tp = self.trainer.mesh.axis("data"), self.trainer.mesh.axis("tp")
         taken = [index for part in collectives.gather_json(sorted(mine), data) for index in part]
         wrong += len(set(wanted) ^ set(taken)) + len(taken) - len(set(taken))
-        shared = collectives.gather_json(mine, tp)
-        wrong += sum(1 for other in shared if other != mine)
+        shared = collectives.gather_json(list(mine.items()), tp)  # in the order of rows
+        wrong += sum(1 for other in shared if other != shared[tp.index])
         self._note("batch", "samples", number, float(wrong))
 
     def _gradients(self, number: int, file: Any, norm: float) -> None:
@@ -237,8 +241,7 @@ class _Comparison:
             largest = max(largest, float(rounding_of) * torch.finfo(local.dtype).eps * 1e6)
         pieces = self._pieces(name, local, whole)
         error = max((relative_error(piece.found, piece.wanted, largest, norm) for piece in pieces), default=0.0)
-        factor = ratio(pieces[0].found, pieces[0].wanted) if len(pieces) == 1 and error > 1e-9 else None
-        self._note(quantity, name, step, error, factor)
+        self._note(quantity, name, step, error, _ratio(pieces) if error > 1e-9 else None)
 
     def _scalar(self, quantity: str, name: str, step: int, found: float, wanted: float) -> None:
         error = relative_error(torch.tensor(found), torch.tensor(wanted, dtype=torch.float64), abs(wanted), 1.0)
