@@ -6,6 +6,7 @@ SplitMix64 (Steele, Lea and Flood 2014, OOPSLA) as a hash: its finaliser turns c
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,7 @@ def unmix(words: Words) -> Words:
     return inverse
 
 
+@lru_cache(maxsize=64)
 def derive(*parts: int) -> int:
     """One seed of 63 bits from several integers, order mattering."""
     key = np.zeros(1, np.uint64)

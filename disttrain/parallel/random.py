@@ -36,9 +36,7 @@ class Streams:
         self.seed = seed
         self._shared = mesh.axis("data").index
         self._own = mesh.axis("tp").index
-        self._generator = (
-            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-        )
+        self._generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         self._own_state: Tensor | None = None
         self._step = 0
 

@@ -82,8 +82,6 @@ class Local:
 class Report:
     """The agreed numbers of one step: views of one vector, summed once over the world. All on the device."""
 
-    loss: Tensor
-    """Mean loss over the valid targets of the global batch (all terms)."""
     losses: Tensor
     """Loss sums by term and micro-batch index [terms, micro], over data ranks."""
     counts: Tensor
@@ -92,9 +90,17 @@ class Report:
     """True global gradient norm, unscaled, before clipping."""
     verdict: Tensor
     """How many ranks asked for each verdict [4]."""
-    overflow: Tensor
-    """1.0 where some gradient is not finite, else 0.0."""
     skip: Tensor
-    """1.0 where the update must not be made (overflow, no valid target, asked for), else 0.0."""
+    """1.0 where the update must not be made (overflow, no valid target, asked for), else 0.0; float32."""
     measured: Tensor
     """What each rank measured [world, values]; empty between log points."""
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss over the valid targets of the global batch (all terms)."""
+        return (self.losses.sum(1) / self.counts.clamp(min=1.0)).sum()
+
+    @property
+    def overflow(self) -> Tensor:
+        """1.0 where some gradient is not finite, else 0.0; float32."""
+        return self.grad_norm.isfinite().logical_not_().float()

@@ -119,7 +119,7 @@ class Strategy:
         """Run every micro-batch in both directions. Gradients come out as sums over the global batch, scaled."""
         weights = self._loss_weights(_counted(step))
         self.streams.begin(step.number)
-        losses = []
+        losses: list[Tensor] = []
         for index, batch in enumerate(step.micro):
             with data.last_only(self.wrapped, index == len(step.micro) - 1):
                 terms = self.wrapped(batch.inputs, batch.targets)

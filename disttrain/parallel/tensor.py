@@ -387,7 +387,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
         total_n, target_n = collectives.all_reduce_(torch.stack([exp_nv.sum(1), picked_n]), axis)
         valid_n = targets_n != ignored
         ctx.save_for_backward(exp_nv.div_(total_n[:, None]), local_n, here_n, valid_n)
-        return (total_n.log() - target_n).masked_fill(~valid_n, 0.0)
+        losses_n: Tensor = (total_n.log() - target_n).masked_fill(~valid_n, 0.0)
+        return losses_n
 
     @staticmethod
     @once_differentiable
@@ -446,9 +447,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return styles
 
 
-def apply_tensor_plan(
-    model: nn.Module, plan: Mapping[str, str], axis: Axis, sequence: bool, streams: Streams
-) -> dict[str, Placement]:
+def apply_tensor_plan(model: nn.Module, plan: Mapping[str, str], axis: Axis, sequence: bool, streams: Streams) -> dict[str, Placement]:
     """Swap the modules that `plan` names for their parallel forms; return the placement on `tp` of parameters that are not Copy.
 
     Parameters are still whole here (on the meta device, or as the user built them): who materialises cuts them.

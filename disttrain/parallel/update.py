@@ -38,24 +38,23 @@ class Update:
         self,
         optimizer: torch.optim.Optimizer,
         factors: Tensor,
-        updates: Tensor,
-        skipped: Tensor,
         clip_norm: float | None,
         loss_scale: LossScale | None,
     ) -> None:
-        """`factors` [n]: the schedule by update; `updates` and `skipped`: the run's device counters, moved here."""
+        """`factors` [n]: the schedule by update, at least one for each call."""
         self.optimizer = optimizer
         self.loss_scale = loss_scale
         self.clip_norm = clip_norm
-        self.updates = updates
-        self.skipped = skipped
+        self.num_calls = 0
+        self.skipped = torch.zeros((), dtype=torch.float64, device=factors.device)
+        """Calls that made no update, counted on the device."""
         self._factors = factors
-        self._last = torch.tensor(factors.numel() - 1, device=factors.device)
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._bases = [float(group["lr"]) for group in optimizer.param_groups]
         self._uniform = len(set(self._bases)) == 1
-        self._one = torch.ones((), dtype=torch.float32, device=updates.device)
-        self.rate = torch.zeros((), dtype=torch.float32, device=updates.device)
+        self._one = torch.ones((), dtype=torch.float32, device=factors.device)
+        self.rate = torch.zeros((), dtype=torch.float32, device=factors.device)
         if self._on_device:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate if self._uniform else torch.zeros_like(self.rate)
@@ -76,12 +75,12 @@ class Update:
             self.optimizer.step()
         elif not bool(skip):
             if divisor is not None:
-                grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-                torch._foreach_div_(grads, divisor)
+                torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], divisor)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.skipped += skip.to(torch.int64)
-        self.updates += (1 - skip).to(torch.int64)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.num_calls += 1
+        self.skipped += skip
         if self.loss_scale is not None:
             self.loss_scale.adapt(report.overflow)
 
@@ -93,8 +92,13 @@ class Update:
         excess = (report.grad_norm / self.clip_norm).clamp(min=1.0).to(torch.float32)
         return excess if scale is None else excess * scale
 
+    @property
+    def updates(self) -> Tensor:
+        """Real updates so far, on the device."""
+        return self.num_calls - self.skipped
+
     def _set_rates(self) -> None:
-        factor = self._factors.take(torch.minimum(self.updates, self._last))
+        factor = self._factors.take(self.updates.long())
         if self._on_device and self._uniform:
             torch.mul(factor, self._bases[0], out=self.rate)
             return
@@ -121,26 +125,28 @@ class Update:
 
     def make_state(self) -> None:
         """Create the optimizer's moments (zeros) before a load fills them: one update that is skipped on the device."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        before = [p.detach().clone() for group in self.optimizer.param_groups for p in group["params"]] if not self._on_device else []
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        before = [] if self._on_device else [parameter.detach().clone() for parameter in self._parameters]
         if self._on_device:
             self.optimizer.grad_scale, self.optimizer.found_inf = None, self._one  # type: ignore[attr-defined]
         self.optimizer.step()
         with torch.no_grad():
-            for parameter, value in zip((p for g in self.optimizer.param_groups for p in g["params"]), before, strict=False):
+            for parameter, value in zip(self._parameters, before, strict=False):
                 parameter.copy_(value)
         self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scalars beside the moments: the loss scale."""
-        if self.loss_scale is None:
-            return {}
-        return {"loss_scale": float(self.loss_scale.value), "streak": int(self.loss_scale.streak)}
+        """Scalars beside the moments: counters and the loss scale. A host read."""
+        state: dict[str, Any] = {"num_calls": self.num_calls, "skipped": int(self.skipped)}
+        if self.loss_scale is not None:
+            state |= {"loss_scale": float(self.loss_scale.value), "streak": int(self.loss_scale.streak)}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up `state_dict`; the counters `updates` and `skipped` were restored before."""
+        """Take up `state_dict`."""
+        self.num_calls = state["num_calls"]
+        self.skipped.fill_(state["skipped"])
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.value.fill_(state["loss_scale"])
             self.loss_scale.streak.fill_(state["streak"])

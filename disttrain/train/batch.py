@@ -84,7 +84,8 @@ class Feed:
             for number, position in positions:
                 rows = self.part.rows(self.order.global_batch(position))
                 asked.put((number, rows))
-                samples = torch.where(rows == VOID, rows.max().clamp(min=0), rows)
+                # void rows come last, so a whole batch is known by its last row
+                samples = rows if int(rows[-1]) != VOID else torch.where(rows == VOID, rows.max().clamp(min=0), rows)
                 yield samples, sample_seeds(self.order.seed, position.epoch, samples)
 
         for inputs, targets in self._batches(requests()):
@@ -93,8 +94,8 @@ class Feed:
 
     def _cut(self, number: int, rows: Tensor, inputs: Any, targets: Any) -> Step:
         """Count valid targets, then cut the local batch into micro-batches."""
+        whole = int(rows[-1]) != VOID
         real = rows != VOID
-        whole = bool(real.all())
         counts = self.task.counts(targets)
         local_counts = {term: float((count if whole else count * real).sum()) for term, count in counts.items()}
         size = self.part.micro_batch_size

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from disttrain.errors import ConfigError
 from disttrain.parallel.tensor import SequencePart, VocabEmbedding
 
+EMBEDDINGS = (nn.Embedding, VocabEmbedding, SequencePart)
+"""Modules whose weights get no weight decay."""
+
 
 class Schedule(Protocol):
     """Factor on the base rate, by number of updates already made."""
@@ -97,6 +100,8 @@ def parameter_groups(model: nn.Module, parameters: Mapping[str, nn.Parameter], w
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, EMBEDDINGS)}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    if not weight_decay:
+        return [{"params": list(trained.values()), "weight_decay": 0.0}]
     decayed = [p for p in trained.values() if p.dim() >= 2 and id(p) not in embeddings]
     kept = {id(p) for p in decayed}
     groups = [
@@ -104,9 +109,6 @@ def parameter_groups(model: nn.Module, parameters: Mapping[str, nn.Parameter], w
         {"params": [p for p in trained.values() if id(p) not in kept], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-EMBEDDINGS = (nn.Embedding, VocabEmbedding, SequencePart)
 
 
 def build_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ NUM_VERDICTS = len(Verdict)
 
 
 class Progress:
-    """Position of a run. `step` counts global batches taken; `updates` counts real updates, on the device."""
+    """Position of a run. `step` counts global batches taken, skipped updates included."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Start of a run on `device` (the CPU by default)."""
@@ -21,8 +21,6 @@ class Progress:
         self.step = 0
         self.epoch = 0
         self.step_in_epoch = 0
-        self.updates = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         self.reasons: list[str] = []
         self._flags = [0.0] * NUM_VERDICTS
         self._late: tuple[Tensor, Any] | None = None
@@ -84,12 +82,8 @@ class Progress:
             "step": self.step,
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
-            "updates": int(self.updates),
-            "skipped": int(self.skipped),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take up the position of `state_dict`."""
         self.step, self.epoch, self.step_in_epoch = state["step"], state["epoch"], state["step_in_epoch"]
-        self.updates.fill_(state["updates"])
-        self.skipped.fill_(state["skipped"])

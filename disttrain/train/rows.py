@@ -34,25 +34,30 @@ class Sums:
     """Loss sums and counts by term [2, terms] over the run, float64 on the device."""
 
     def __init__(self, terms: int, device: torch.device) -> None:
-        self.total = torch.zeros(2, terms, dtype=torch.float64, device=device)
-        self._logged = self.total.clone()
-        self._epoch = self.total.clone()
+        self._losses = torch.zeros(terms, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(terms, dtype=torch.float64, device=device)
+        self._logged, self._epoch = self.total, self.total
+
+    @property
+    def total(self) -> Tensor:
+        """The run's sums [2, terms]."""
+        return torch.stack([self._losses, self._counts])
 
     def add(self, report: Report) -> None:
         """Count a step."""
-        self.total[0] += report.losses.sum(1)
-        self.total[1] += report.counts
+        self._losses += report.losses.sum(1)
+        self._counts += report.counts
 
     def targets_in_window(self) -> Tensor:
         """Valid targets since this was last asked."""
         count = (self.total - self._logged)[1].sum()
-        self._logged = self.total.clone()
+        self._logged = self.total
         return count
 
     def epoch_loss(self) -> float:
         """The epoch's sum of losses over its valid targets; the next epoch begins. A host read."""
         losses, counts = (self.total - self._epoch).tolist()
-        self._epoch = self.total.clone()
+        self._epoch = self.total
         return float(sum(loss / max(1.0, count) for loss, count in zip(losses, counts, strict=True)))
 
     def state(self) -> list[list[list[float]]]:
@@ -64,7 +69,8 @@ class Sums:
         """Sums as `state` had them."""
         total, epoch = (torch.tensor(values, dtype=torch.float64, device=device) for values in state)
         sums = cls(total.shape[1], device)
-        sums.total, sums._logged, sums._epoch = total, total.clone(), epoch
+        sums._losses, sums._counts = total.clone().unbind()
+        sums._logged, sums._epoch = total, epoch
         return sums
 
 

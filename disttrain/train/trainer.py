@@ -106,9 +106,7 @@ class Trainer:
         self.progress = Progress(self.device)
         groups = parameter_groups(model, self.strategy.parameters, weight_decay)
         factors = tabulate(schedule(self.num_steps), self.num_steps, self.device)
-        self.update = Update(
-            build_optimizer(optimizer, groups), factors, self.progress.updates, self.progress.skipped, clip_norm, scale
-        )
+        self.update = Update(build_optimizer(optimizer, groups), factors, clip_norm, scale)
         self.feed = self.make_feed(train, order)
         self.evaluator = self._make_evaluator(global_batch_size, metrics or {})
 
@@ -278,7 +276,7 @@ class Trainer:
     def _row(self, report: Report, measured: list[str]) -> dict[str, float]:
         assert self.sums is not None
         row = {"epoch": float(self.progress.epoch)}
-        row |= row_of(report, self.update.rate, self.progress.skipped, self.sums.targets_in_window(), measured)
+        row |= row_of(report, self.update.rate, self.update.skipped, self.sums.targets_in_window(), measured)
         for derive in self._on["derive"]:
             row |= derive(self, row)
         return row
