@@ -6,7 +6,8 @@
     interval; by hand a DataLoader over a TensorDataset, clip_grad_norm_ and fused AdamW, logging nothing.
 (b) Two ranks, an MLP block cut by tensor parallelism: ours the same; by hand torch's parallelize_module.
 
-Every measurement is a process of its own, the two sides alternate, and a step's time is the mean over `--steps`
+Every measurement is a process of its own with one thread a rank (work this small gains nothing from a second, which
+only turns other load on the machine into noise); the two sides alternate, and a step's time is the mean over `--steps`
 steps after a warm-up. Prints the medians and their ratios; writes `measured.json` beside this file (or to --json).
 """
 
@@ -50,7 +51,7 @@ class Case:
     def ours(self, file: Path, steps: int) -> list[str]:
         """The command that times disttrain. It takes one step more than is timed, so that the end of the run is left out."""
         return [
-            *(sys.executable, "-m", "disttrain", "launch.device=cpu", f"launch.world_size={self.ranks}"),
+            *(sys.executable, "-m", "disttrain", "launch.device=cpu", f"launch.world_size={self.ranks}", "launch.threads=1"),
             f"strategy={'single' if self.ranks == 1 else 'tensor_parallel'}",
             *("model=custom", "model._target_=experiments.loop_cost.mlp.MLP"),
             *(f"model.width={self.width}", f"model.hidden={self.hidden}", f"model.outputs={self.outputs}", f"model.classes={self.classes}"),
@@ -71,7 +72,7 @@ CASES = (
 
 def seconds(command: list[str], file: Path) -> float:
     """Run one side in a process of its own; seconds a step."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
