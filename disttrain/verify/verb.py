@@ -63,7 +63,8 @@ def compare(config: Config, folder: str, around: Around = nullcontext) -> Proof:
     plain = shrink.without_dropout(small)
     found = _world(ranks.layout, plain, folder, around)
     if plain is not small:
-        notes.append(f"dropout {small.model['dropout']}: equality shown at 0, masks compared over the tensor group at {small.model['dropout']}")
+        rate = small.model["dropout"]
+        notes.append(f"dropout {rate}: equality shown at 0, masks compared over the tensor group at {rate}")
         found += _world(ranks.mask_law, small, folder, around)
     errors = worst_by_name([Error.from_json(error) for error in found])
     limit = shrink.tolerance(config)
@@ -112,7 +113,8 @@ def _print(config: Config, proof: Proof) -> None:
 
     console = Console(highlight=False)
     strategy = config.strategy
-    title = f"{strategy.name} (dp {strategy.dp_replicate} x tp {strategy.tp}) against one device, {config.verify.dtype}, {config.verify.steps} steps"
+    layout = f"{strategy.name} (dp {strategy.dp_replicate} x tp {strategy.tp})"
+    title = f"{layout} against one device, {config.verify.dtype}, {config.verify.steps} steps"
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for column in ("compared", "worst", "largest relative error", ""):
         table.add_column(column, justify="right" if "error" in column else "left", overflow="fold")
@@ -130,5 +132,6 @@ def _print(config: Config, proof: Proof) -> None:
         console.print(f"[bold green]The same training[/]: every error is at most {proof.tolerance:g}.")
         return
     first = proof.failed[0]
-    console.print(f"[bold red]Not the same training.[/] First off: {first.quantity} '{first.name}' at step {first.step} on rank {first.rank}.")
+    where = f"{first.quantity} '{first.name}' at step {first.step} on rank {first.rank}"
+    console.print(f"[bold red]Not the same training.[/] First off: {where}.")
     console.print(f"Likely cause: {proof.cause}.")
