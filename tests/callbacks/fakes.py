@@ -9,7 +9,7 @@ import torch
 from disttrain.config.schema import Config
 from disttrain.parallel.layout import Layout
 from disttrain.parallel.mesh import Mesh
-from disttrain.parallel.step import Report
+from disttrain.parallel.step import Report, Verdict
 from disttrain.record import RunFolder
 from disttrain.train.progress import Progress
 
@@ -34,6 +34,7 @@ class FakeTrainer:
         self.is_lead = rank == 0
         self.device = torch.device("cpu")
         self.progress = Progress()
+        self.update = SimpleNamespace(updates=torch.zeros((), dtype=torch.float64))
         self.num_steps = num_steps
         self.eval_every = None
         self.config = config
@@ -53,5 +54,11 @@ def config(**changes):
 
 
 def report(loss=1.0, skip=0.0):
-    zero = torch.zeros(())
-    return Report(torch.tensor(loss), zero, zero, zero, torch.zeros(4), zero, torch.tensor(skip), zero)
+    return Report(
+        losses=torch.tensor([[loss]], dtype=torch.float64),
+        counts=torch.ones(1, dtype=torch.float64),
+        grad_norm=torch.tensor(1.0, dtype=torch.float64),
+        verdict=torch.zeros(len(Verdict)),
+        skip=torch.tensor(skip),
+        measured=torch.zeros(1, 0),
+    )

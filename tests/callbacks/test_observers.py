@@ -74,10 +74,10 @@ def test_ema_follows_real_updates_only():
     for step, (value, skip) in enumerate([(1.0, 0.0), (5.0, 1.0), (2.0, 0.0), (3.0, 0.0)]):
         with torch.no_grad():
             trainer.parameters["w"].fill_(value)
-        trainer.progress.updates += int(1 - skip)
+        trainer.update.updates += 1 - skip
         ema.on_train_step_end(trainer, report(skip=skip))
         if not skip:
-            updates = int(trainer.progress.updates)
+            updates = int(trainer.update.updates)
             decay = min(0.9, (1 + updates) / (10 + updates))
             average = decay * average + (1 - decay) * value
         assert torch.allclose(ema.weight_sets()["ema"]["w"].double(), average, rtol=1e-6), step
