@@ -1,8 +1,7 @@
 """`python -m disttrain`."""
 
-import sys
-
 from disttrain.cli import main
+from disttrain.launch.rank import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -181,13 +181,14 @@ class Task:
         """Train; a failure is in the outcome and has been told."""
         from hydra.core.hydra_config import HydraConfig
 
-        from disttrain.config.compose import settle
+        from disttrain.config.compose import settle, task_words
         from disttrain.launch import job
 
-        hydra = HydraConfig.get()
+        whole: Any = HydraConfig.instance().cfg
+        hydra = whole.hydra
         config = ready(settle(composed), self.environment, hydra.runtime.cwd, self.resumed)
         folder = Path(hydra.runtime.output_dir)
-        overrides = replace(self.request, overrides=list(hydra.overrides.task)).words()
+        overrides = replace(self.request, overrides=task_words(whole)).words()
         where: dict[str, Any] = {"resume": self.resumed} if self.resumed is not None else {"sweep_job": folder}
         outcome = job.run(job.Job(config, ENTRY, overrides, PREPARE, **where), self.environment)
         if outcome.folder != folder and folder.is_dir() and not any(folder.iterdir()):

@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(words: Sequence[str]) -> Request:
     """Read flags and overrides. ConfigError for flags that do not exist or do not go together."""
-    found = parser().parse_args(list(words))
+    found = parser().parse_intermixed_args(list(words))  # flags may stand between overrides
     if found.experimental_rerun is not None:
         raise ConfigError("a run is not repeated from a pickle, because reading one can run code", "resume=<run folder>")
     chosen = [name for name in ("run", "multirun", "shell_completion", "cfg", "info") if getattr(found, name)]
@@ -116,8 +116,7 @@ class Loader(ConfigLoaderImpl):
                 composed = super().load_configuration(config_name, opened, run_mode, from_shell, validate_sweep_overrides)
         except Exception as error:
             raise messages.translate(error, overrides, self) from error
-        as_opened = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
-        task = [close(word) for word in as_opened]  # type: ignore[union-attr, arg-type]
+        task = [close(word) for word in task_words(composed)]
         options = composed.hydra.job.config.override_dirname
         with open_dict(composed.hydra):
             composed.hydra.overrides.task = task
@@ -135,6 +134,12 @@ class Loader(ConfigLoaderImpl):
         if parsed.is_hydra_override() or parsed.package is not None or self.repository.group_exists(key):
             return word
         return open_up(word)
+
+
+def task_words(composed: DictConfig) -> list[str]:
+    """The overrides that a composed config came from, Hydra's own left out; what they interpolate is not resolved."""
+    words: Any = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
+    return list(words)
 
 
 @contextmanager
@@ -265,7 +270,7 @@ def run_sweep(app: Hydra, request: Request, task: Callable[[DictConfig], Any], v
         master.hydra.sweep.dir = os.path.expanduser(str(master.hydra.sweep.dir))
     context = HydraContext(app.config_loader, Callbacks(master))
     context.callbacks.on_multirun_start(config=master, config_name=request.config_name)
-    arguments = list(master.hydra.overrides.task)
+    arguments = task_words(master)
     if master.hydra.sweeper.get("_target_") == SWEEPER:
 
         def enter_job(composed: DictConfig) -> None:

@@ -11,9 +11,15 @@ from disttrain.config import typed
 from disttrain.config.schema import Config
 
 
+_BREAKS = set("\x85\u2028\u2029")
+
+
 def freeze(config: Config) -> str:
     """A checked config as YAML. `thaw` gives back an equal one, every text byte by byte."""
-    text: str = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, width=2**16)
+    values = dataclasses.asdict(config)
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=2**16)
+    if _BREAKS & set(text):  # written as they are, these would be read back as line breaks
+        text = yaml.safe_dump(values, sort_keys=False, width=2**16)
     return text
 
 

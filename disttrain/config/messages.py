@@ -34,10 +34,6 @@ def translate(error: Exception, overrides: Sequence[str], loader: ConfigLoaderIm
         return _nothing_to_delete(found[1], loader)
     if found := re.search(r"Config group override (?:deletion value )?must be", text):
         return _choice_by_name(next(word for word in overrides if _misses_a_name(word, loader)), loader)
-    if found := re.search(r"(\S+) appears more than once in the final defaults list", text):
-        return ConfigError(f"{found[1]} is chosen twice", "name each choice once; callbacks=default holds several")
-    if found := re.search(r"Multiple values for (\S+?)\.", text):
-        return ConfigError(f"{found[1]} is set twice", f"{found[1]}=<one choice>")
     if isinstance(error.__cause__ or error, yaml.YAMLError):
         return ConfigError(f"a config file can't be read: {_one_line(str(error.__cause__ or error))}")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
@@ -62,9 +58,9 @@ def _unreadable(word: str) -> ConfigError:
     if "=" not in word:
         return ConfigError(f"'{word}' is not an override: overrides read key=value, ~key deletes one", f"{word.strip() or 'key'}=<value>")
     key, _, value = word.partition("=")
-    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-    remedy = f"\"{key}='{quoted}'\"" if "'" not in value else None
-    return ConfigError(f"{word} can't be read: a value with spaces, commas, brackets, quotes or colons needs quotes of its own", remedy)
+    quoted = "<value>" if set(value) & set("'\"\\$`") else value
+    message = f"{word} can't be read: a value with spaces, commas, brackets, quotes or colons needs quotes of its own"
+    return ConfigError(message, f"\"{key}='{quoted}'\"")
 
 
 def _no_such_choice(error: MissingConfigException, loader: ConfigLoaderImpl) -> ConfigError:

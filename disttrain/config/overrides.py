@@ -8,7 +8,7 @@ from pathlib import Path
 
 from disttrain.errors import CheckpointError, ConfigError
 
-_KEY = re.compile(r"^(?P<mark>\+{0,2}|~)(?P<key>[^=]*)")
+_KEY = re.compile(r"^(?P<mark>~|\+{0,2})(?P<key>[^=]*)")
 
 
 def key_of(word: str) -> str:

@@ -41,7 +41,6 @@ class StrategyConfig:
 class LaunchConfig:
     """Processes, devices and how they meet."""
 
-    name: str = key("local", "name of the preset, for logs")
     world_size: int | Literal["auto"] = key("auto", "ranks in all; auto: one for single, else the GPUs, else two an axis", "ranks")
     nodes: int = key(1, "machines", "machines")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "what ranks compute on; auto: cuda where there are GPUs")

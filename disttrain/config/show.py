@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import string
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hydra._internal.hydra import Hydra
-from omegaconf import OmegaConf
+from hydra.core.object_type import ObjectType
+from omegaconf import DictConfig, OmegaConf
 
 from disttrain.config.compose import Request, compose, parser
 from disttrain.errors import ConfigError
@@ -26,7 +31,7 @@ def show(app: Hydra, request: Request) -> int:
         return 0
     composed, _ = compose(app, request)
     if asked.help:
-        app.app_help(config_name=name, args_parser=parser(), args=asked)
+        print(string.Template(composed.hydra.help.template).substitute(_Parts(app, composed)))
     elif asked.hydra_help:
         app.hydra_help(config_name=name, args_parser=parser(), args=asked)
     elif asked.cfg:
@@ -39,6 +44,35 @@ def show(app: Hydra, request: Request) -> int:
         app.show_info(asked.info, config_name=name, overrides=overrides)
         root.handlers, root.level = handlers, level  # Hydra adds one of its own
     return 0
+
+
+class _Parts(Mapping[str, str]):
+    """What a help template may name, as Hydra offers it; each is made only if it is named (its own help takes half a second)."""
+
+    def __init__(self, app: Hydra, composed: DictConfig) -> None:
+        self.makers = {
+            "APP_CONFIG_GROUPS": lambda: _groups(app),
+            "HYDRA_CONFIG_GROUPS": lambda: app.format_config_groups(lambda group: group.startswith("hydra")),
+            "FLAGS_HELP": lambda: app.format_args_help(parser()),
+            "CONFIG": lambda: OmegaConf.to_yaml(app.get_sanitized_cfg(copy.deepcopy(composed), "job")),
+        }
+
+    def __getitem__(self, name: str) -> str:
+        return self.makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.makers)
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+
+def _groups(app: Hydra) -> str:
+    """One line a group: its choices."""
+    loader: Any = app.config_loader
+    repository = loader.repository
+    names = [name for name in repository.get_group_options("", ObjectType.GROUP) if name != "hydra"]
+    return "\n".join(f"  {name}: {', '.join(repository.get_group_options(name))}" for name in names)
 
 
 def _complete(app: Hydra, request: Request) -> None:

@@ -169,7 +169,10 @@ def jobs_of(returned: Any) -> list[Job]:
 
 def _store(jobs: Sequence[Job]) -> None:
     """sweep.json beside the jobs' folders: which is which, and how each ended so far."""
-    rows = [{"job": Path(j.folder).name, "overrides": [close(word) for word in j.words], "exit_code": j.exit_code, "reason": j.reason} for j in jobs]
+    rows = [
+        {"job": Path(j.folder).name, "overrides": [close(word) for word in j.words], "exit_code": j.exit_code, "reason": j.reason}
+        for j in jobs
+    ]
     write_json(Path(jobs[0].folder).parent / "sweep.json", rows)
 
 
