@@ -1,4 +1,4 @@
-"""What the proofs share: the records of one device, written once, and warm imports."""
+"""What the proofs share: the records of one device, written once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch._dynamo  # every optimizer imports it: better once here than in each forked rank
 
 from disttrain.config.schema import Config
 from disttrain.verify import verb
