@@ -10,7 +10,6 @@ import yaml
 from disttrain.config import typed
 from disttrain.config.schema import Config
 
-
 _BREAKS = set("\x85\u2028\u2029")
 
 

@@ -32,9 +32,8 @@ class StrategyConfig:
     ep: int = key(1, "ranks that share out experts; divides dp_shard", "ranks")
     sequence_parallel: bool = key(False, "under tp, share out the sequence between blocks (norms, residuals)")
     plan: dict[str, str] = key({}, "tensor plan {parameter or module name pattern: style}, over the model's own")
-    bucket_size: float = key(25.0, "size of DDP's gradient buckets", "MiB")
-    static_graph: bool = key(False, "tell DDP that every step uses the same parameters in the same order")
-    find_unused_parameters: bool = key(False, "let DDP search for parameters left out of a forward (a graph walk a step)")
+    bucket_size: float = key(25.0, "size of the buckets in which gradients travel over data ranks", "MiB")
+    find_unused_parameters: bool = key(False, "parameters may be left out of a step (one host read a step)")
 
 
 @dataclass

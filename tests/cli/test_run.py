@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import signal
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 import disttrain
-from disttrain.cli import main, split_verb
+from disttrain.cli import Task, main, split_verb
+from disttrain.config.compose import parse
 from disttrain.errors import CheckpointError, ConfigError
+from disttrain.launch.environment import Environment
 from disttrain.launch.outcome import Outcome
 
 SMALL = [
@@ -214,3 +217,8 @@ def test_a_verb_comes_first(words: list[str], verb: str, rest: list[str]) -> Non
 def test_errors_keep_their_kind() -> None:
     with pytest.raises(CheckpointError):
         disttrain.run(["resume=."])
+
+
+def test_a_sweeps_launcher_may_send_the_task_to_another_process() -> None:
+    task = Task(Environment("alone"), parse(["seed=1"]))
+    assert pickle.loads(pickle.dumps(task)) == task

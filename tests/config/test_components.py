@@ -92,6 +92,8 @@ def reads(tree: ast.AST) -> Iterator[str]:
     """`section.key` for attributes read through `<anything>.section` or a name bound to it; `key` for those of a config."""
     bound = {}
     for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id.endswith("Config"):
+            bound[node.arg] = node.annotation.id.removesuffix("Config").lower() or "config"
         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Attribute, ast.Tuple)):
             targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets
             values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
