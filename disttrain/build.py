@@ -24,6 +24,7 @@ from disttrain.errors import CheckpointError, ConfigError
 from disttrain.launch.place import Place
 from disttrain.models.sampling import sample
 from disttrain.parallel import collectives
+from disttrain.parallel.materialise import ShapesOnly
 from disttrain.parallel.mesh import Mesh
 from disttrain.parallel.strategy import Options
 from disttrain.record import RunFolder
@@ -72,7 +73,7 @@ def build_model(config: Config) -> nn.Module:
     component = dict(config.model)
     task = component.pop("task", None)
     if hasattr(class_of(component), "init_parameter"):
-        with torch.device("meta"):
+        with torch.device("meta"), ShapesOnly():
             model: nn.Module = instantiate(component)
     else:
         torch.manual_seed(config.seed)
@@ -127,7 +128,7 @@ def build_trainer(config: Config, folder: RunFolder | None, place: Place) -> Tra
         seed=config.seed,
         dtype=DTYPES[run.dtype],
         mesh=build_mesh(config, place),
-        options=Options(knobs.sequence_parallel, knobs.plan, knobs.bucket_size, knobs.static_graph, knobs.find_unused_parameters),
+        options=Options(knobs.sequence_parallel, knobs.plan, knobs.bucket_size, knobs.find_unused_parameters),
         device=device_of(config, place),
         overfit=config.debug.overfit,
         stop_requested=place.stop_requested,

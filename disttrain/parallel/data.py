@@ -1,43 +1,48 @@
 """Data parallelism: every rank holds the whole model (or its tensor shard) and sees its slice of the global batch.
 
-What is cut: the batch. What moves: the gradients, all-reduced once a step, after the last micro-batch's
-backward, in buckets that travel while backward goes on: 2(n-1)/n of the parameters' bytes (Li et al. 2020,
-arXiv:2006.15704). torch's DistributedDataParallel divides by n; every loss weight here is multiplied by n
-first, so gradients come out as sums over the global batch.
+What is cut: the batch. What moves: the gradients, all-reduced once a step, 2(n-1)/n of the parameters' bytes, in
+buckets that leave while the last micro-batch's backward goes on (Li et al. 2020, arXiv:2006.15704, section 3.2).
+
+The reducer is our own. Buckets are fixed when it is made and leave in that order always, so a fresh process sums
+in the same order as one that has run for days, and a resume is bit-exact; torch's DistributedDataParallel
+re-orders them after its first backward. It sums, so no weight need be multiplied by the number of ranks; its
+bytes are counted like all others; and it needs no import of torch's compiler, a second on every rank.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
+from disttrain.errors import ConfigError
 from disttrain.models.task import Task
+from disttrain.parallel import collectives
+from disttrain.parallel.collectives import Pending
 from disttrain.parallel.mesh import Axis
+
+MEBIBYTE = 1 << 20
+FIRST_BUCKET = 1 * MEBIBYTE
+"""Bytes of the bucket that leaves first: small, so that the axis is busy early."""
 
 
 class LossModule(nn.Module):
-    """Model and task in one forward: what a strategy wraps, so that every layout computes the loss in the same place."""
+    """Model and task in one forward, so that every layout computes the loss in the same place."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
         self.model = model
         self.task = task
         self.contexts: list[Any] = []
-        self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
         """Per-sample loss sums [micro], by term."""
         return dict(self.task.losses(self.outputs(inputs), targets))
 
     def outputs(self, inputs: Any) -> Any:
-        """The model's outputs under the policies' contexts. Data is float32; a proof's weights are float64, and so are then its inputs."""
-        if self._double:
-            inputs = pytree.tree_map(lambda x: x.double() if x.is_floating_point() else x, inputs)
+        """The model's outputs under the policies' contexts."""
         contexts = [make() for make in self.contexts]
         for context in contexts:
             context.__enter__()
@@ -48,26 +53,93 @@ class LossModule(nn.Module):
                 context.__exit__(None, None, None)
 
 
-def wrap(
-    module: LossModule, axis: Axis, device: torch.device, *, bucket_size: float, static_graph: bool, find_unused_parameters: bool
-) -> nn.Module:
-    """The module with its gradients summed over the axis (divided by its size) in backward."""
-    if axis.group is None or not any(parameter.requires_grad for parameter in module.parameters()):
-        return module
-    return DistributedDataParallel(
-        module,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        process_group=axis.group,
-        bucket_cap_mb=bucket_size,
-        gradient_as_bucket_view=True,
-        static_graph=static_graph,
-        find_unused_parameters=find_unused_parameters,
-        init_sync=False,
-    )
+class _Bucket:
+    """Gradients that travel together: one flat buffer, of which each gradient becomes a view."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+        parts = self.flat.split([p.numel() for p in parameters])
+        self.views = {id(p): part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+        self.num_missing = 0
+        self.pending: Pending | None = None
 
 
-def last_only(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Around the forward and backward of a micro-batch: gradients travel with the step's last one only."""
-    if last or not isinstance(module, DistributedDataParallel):
-        return nullcontext()
-    return module.no_sync()
+class Reducer:
+    """Sums gradients over an axis in place, buckets leaving as the last backward of a step fills them."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], axis: Axis, bucket_size: float, find_unused: bool) -> None:
+        """`parameters` in the order of forward; `bucket_size` in MiB; `find_unused`: parameters may be left out of a step."""
+        self.axis = axis
+        self.find_unused = find_unused
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._buckets = [_Bucket(group) for group in _grouped(list(parameters.values())[::-1], int(bucket_size * MEBIBYTE))]
+        self._bucket_of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._next = len(self._buckets)
+        for parameter in parameters.values():
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def arm(self) -> None:
+        """The backward that follows is the step's last: send each bucket as it fills."""
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.num_missing = len(bucket.parameters)
+
+    def finish(self) -> None:
+        """Send what the backward did not fill, and wait for all. ConfigError names parameters that took no part, unless they may."""
+        self._fill_unused()
+        while self._next < len(self._buckets):
+            self._send(self._buckets[self._next])
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+                bucket.pending = None
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """After a gradient was accumulated: keep it in its bucket; send that, and those after it, once they are full."""
+        bucket = self._bucket_of[id(parameter)]
+        view = bucket.views[id(parameter)]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        bucket.num_missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
+            self._send(self._buckets[self._next])
+
+    def _send(self, bucket: _Bucket) -> None:
+        bucket.pending = collectives.start_all_reduce(bucket.flat, self.axis)
+        self._next += 1
+
+    def _fill_unused(self) -> None:
+        """Zeros for a parameter that took no part here but did on another rank. Nothing for one that did nowhere: one host read a step."""
+        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        unused = [parameter for parameter in parameters if parameter.grad is None]
+        if not self.find_unused:
+            if unused:
+                names = ", ".join(sorted(self._names[id(parameter)] for parameter in unused))
+                raise ConfigError(
+                    f"these parameters took no part in the loss of a step, so ranks would wait for their gradients: {names}",
+                    "strategy.find_unused_parameters=true, or freeze them with requires_grad_(False)",
+                )
+            return
+        used = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=self._buckets[0].flat.device)
+        anywhere = collectives.all_reduce_(used, self.axis, "max").tolist()
+        for parameter, is_used in zip(parameters, anywhere, strict=True):
+            if parameter.grad is None:
+                view = self._bucket_of[id(parameter)].views[id(parameter)].zero_()
+                parameter.grad = view if is_used else None
+
+
+def _grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Consecutive parameters of one type, up to `bucket_bytes` a group; the first group is small."""
+    groups: list[list[nn.Parameter]] = []
+    room, dtype = 0, None
+    for parameter in parameters:
+        if parameter.nbytes > room or parameter.dtype != dtype:
+            groups.append([])
+            room = min(FIRST_BUCKET, bucket_bytes) if len(groups) == 1 else bucket_bytes
+            dtype = parameter.dtype
+        groups[-1].append(parameter)
+        room -= parameter.nbytes
+    return groups

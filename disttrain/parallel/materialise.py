@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from disttrain.parallel.layout import Layout
 from disttrain.parallel.random import mix
@@ -20,6 +22,16 @@ BLOCK_ELEMENTS = 1 << 18
 """About how many numbers one generator draws."""
 
 InitParameter = Callable[[str, tuple[int, ...], range, torch.Generator], Tensor]
+
+
+class ShapesOnly(TorchFunctionMode):
+    """Modules built inside leave out their random start, which on the meta device would only import torch's compiler (a second)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Functions of torch.nn.init return their tensor as it is."""
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def materialise(

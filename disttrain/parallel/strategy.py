@@ -3,7 +3,7 @@
 Order of application, and why:
   1. tensor plan     changes what a layer is; whatever wraps a layer must see its parallel form
   2. materialise     once shapes are local, so that no rank ever holds a whole model that it will cut
-  3. data axis       last: its reducer hooks the parameters that exist by then
+  3. reducer         last: it hooks the parameters that exist by then
 
 A step, on every rank: `count` the valid targets of the whole global batch (they ride on the step before);
 `forward_backward` every micro-batch; `finish`: sum what gradients are still in parts, then one vector over the
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from disttrain.models.task import IGNORED, Task
-from disttrain.parallel import collectives, data
+from disttrain.parallel import collectives
+from disttrain.parallel.data import LossModule, Reducer
 from disttrain.parallel.layout import Copy, Layout, Placement, Sum
 from disttrain.parallel.materialise import materialise
 from disttrain.parallel.mesh import Mesh
@@ -37,7 +38,6 @@ class Options:
     sequence_parallel: bool = False
     plan: Mapping[str, str] = field(default_factory=dict)
     bucket_size: float = 25.0
-    static_graph: bool = False
     find_unused_parameters: bool = False
 
 
@@ -61,7 +61,7 @@ class Strategy:
 
     def prepare(self, model: nn.Module, task: Task, dtype: torch.dtype, loss_scale: LossScale | None = None) -> None:
         """Lay `model` (on the meta device, or whole and the same on every rank) out on the mesh; it is changed in place."""
-        self.model, self.task, self.loss_scale = model, task, loss_scale
+        self.model, self.task, self.dtype, self.loss_scale = model, task, dtype, loss_scale
         placements = self._cut_tensors()
         degrees = {"data": self._data.size, "tp": self._tp.size}
         names = [name for name, _ in model.named_parameters()]
@@ -76,15 +76,11 @@ class Strategy:
         materialise(model, self.layouts, self.mesh.coordinate(), self.seed, self.device, dtype)
         self.parameters = dict(model.named_parameters())
         self._plan_reduction()
-        self.module = data.LossModule(model, task)
-        self.wrapped = data.wrap(
-            self.module,
-            self._data,
-            self.device,
-            bucket_size=self.options.bucket_size,
-            static_graph=self.options.static_graph,
-            find_unused_parameters=self.options.find_unused_parameters,
-        )
+        self.module = LossModule(model, task)
+        self.reducer = None
+        if self._data.group is not None and self._trained:
+            trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+            self.reducer = Reducer(trained, self._data, self.options.bucket_size, self.options.find_unused_parameters)
 
     def _cut_tensors(self) -> dict[str, Placement]:
         """Apply the tensor plan: the config's patterns over the model's own."""
@@ -101,7 +97,6 @@ class Strategy:
         """What `finish` does to gradients: which are still in parts over which axis, and each one's weight in the norm."""
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self._trained = list(trained.values())
-        self._loss_dtype = torch.promote_types(self._trained[0].dtype, torch.float32) if trained else torch.float32
         weights = [self.layouts[name].weight() for name in trained]
         self._norm_weights = torch.tensor(weights, dtype=torch.float64, device=self.device)
         self._in_parts: dict[str, list[nn.Parameter]] = {}
@@ -121,20 +116,21 @@ class Strategy:
         self.streams.begin(step.number)
         losses: list[Tensor] = []
         for index, batch in enumerate(step.micro):
-            with data.last_only(self.wrapped, index == len(step.micro) - 1):
-                terms = self.wrapped(batch.inputs, batch.targets)
-                sums = [_valid(per_sample, batch.valid).sum() for per_sample in terms.values()]
-                total = sums[0] * weights[0]
-                for value, weight in zip(sums[1:], weights[1:], strict=True):
-                    total = total + value * weight
-                total.backward()
+            if self.reducer is not None and index == len(step.micro) - 1:
+                self.reducer.arm()
+            terms = self.module(batch.inputs, batch.targets)
+            sums = [_valid(per_sample, batch.valid).sum() for per_sample in terms.values()]
+            total = sums[0] * weights[0]
+            for value, weight in zip(sums[1:], weights[1:], strict=True):
+                total = total + value * weight
+            total.backward()
             losses.extend(value.detach() for value in sums)
         return Local(torch.stack(losses).view(len(step.micro), -1).t())
 
     def _loss_weights(self, counts: Tensor) -> list[Tensor]:
-        """loss scale x data ranks / count, by term: DDP divides by the data ranks again."""
-        scale = self._data.size if self.loss_scale is None else self.loss_scale.value.double() * self._data.size
-        return list((scale / counts.clamp(min=1.0)).to(self._loss_dtype).unbind())
+        """loss scale / count, by term."""
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value.double()
+        return list((scale / counts.clamp(min=1.0)).to(self.dtype).unbind())
 
     def finish(
         self,
@@ -156,7 +152,9 @@ class Strategy:
         return self._unpack(vector, local.losses.shape, len(measured), step, following)
 
     def _complete_gradients(self) -> None:
-        """Sum gradients that are in parts over an axis (norms and row biases under sequence parallelism): one buffer an axis."""
+        """Sum gradients that are in parts over an axis: the reducer's buckets; then norms and row biases under sequence parallelism."""
+        if self.reducer is not None:
+            self.reducer.finish()
         for name, parameters in self._in_parts.items():
             axis = self.mesh.axis(name)
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -58,10 +58,15 @@ class Feed:
         part: Slice,
         task: Task,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
         prefetch: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """`batches` turns requests into (inputs, targets), in order; `prefetch` steps are built ahead in a thread."""
+        """`batches` turns requests into (inputs, targets), in order; floating-point ones become `dtype`, the weights' type.
+
+        `prefetch` steps are built ahead in a thread.
+        """
+        self.dtype = dtype
         self.order = order
         self.part = part
         self.task = task
@@ -94,6 +99,7 @@ class Feed:
 
     def _cut(self, number: int, rows: Tensor, inputs: Any, targets: Any) -> Step:
         """Count valid targets, then cut the local batch into micro-batches."""
+        inputs, targets = _map(self._as_weights, (inputs, targets))
         whole = int(rows[-1]) != VOID
         real = rows != VOID
         counts = self.task.counts(targets)
@@ -104,6 +110,9 @@ class Feed:
         cuts = [slice(start, start + size) for start in range(0, self.part.local_batch_size, size)]
         micro = [Batch(_rows(inputs, cut), _rows(targets, cut), None if whole else real[cut], rows[cut]) for cut in cuts]
         return Step(number, micro, local_counts)
+
+    def _as_weights(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype) if x.is_floating_point() else x
 
 
 def train_positions(order: Order, start_step: int, start: Position, num_steps: int, fixed: bool = False) -> Iterator[tuple[int, Position]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -116,10 +117,22 @@ def build_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dic
     parameters = [parameter for group in groups for parameter in group["params"]]
     offers_fused = "fused" in inspect.signature(make).parameters
     fusable = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-    optimizer = make(groups, fused=True) if offers_fused and fusable else make(groups)
+    with _without_compiler():
+        optimizer = make(groups, fused=True) if offers_fused and fusable else make(groups)
     if isinstance(optimizer, torch.optim.SGD):
         _start_momentum(optimizer)
     return optimizer
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Keep an optimizer's constructor from importing torch's compiler: more than a second on every rank, to mark one method for it."""
+    method = torch.optim.Optimizer.add_param_group
+    torch.optim.Optimizer.add_param_group = getattr(method, "__wrapped__", method)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.add_param_group = method  # type: ignore[method-assign]
 
 
 def _start_momentum(optimizer: torch.optim.SGD) -> None:

@@ -125,7 +125,7 @@ class Trainer:
         source = BatchSource(dataset, loading)
         threaded = self.device.type == "cuda" and source.fits_thread  # on a CPU the thread would only take turns with the step
         ahead = loading.prefetch if threaded else 0
-        return Feed(source.iterate, order, self.part, self.task, self.device, ahead, loading.pin_memory)
+        return Feed(source.iterate, order, self.part, self.task, self.device, self.strategy.dtype, ahead, loading.pin_memory)
 
     def _make_evaluator(self, global_batch_size: int, metrics: Mapping[str, Any]) -> Evaluator | None:
         split = self.data.validation()

@@ -8,7 +8,7 @@ from tests.quality.source import Source, imports, room, sources
 
 HOUSE = (
     {"disttrain", "__main__", "cli"},
-    {"doctor", "report"},
+    {"doctor", "report", "reading"},
     {"plan", "verify"},
     {"build"},
     {"callbacks"},

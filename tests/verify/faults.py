@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from disttrain.parallel import collectives, data, materialise, strategy, tensor
+from disttrain.parallel import collectives, materialise, strategy, tensor
+from disttrain.parallel.data import Reducer
 from disttrain.parallel.layout import Cut, Layout
 from disttrain.parallel.random import mix
 from disttrain.parallel.step import Report
@@ -313,21 +314,30 @@ def each_rank_reports_its_own_loss() -> AbstractContextManager[Any]:
 
 
 @fault("ddp", "gradient", LOST_BACKWARD, named=("tokens.weight", "norm.bias"))
-def module_is_not_wrapped() -> AbstractContextManager[Any]:
-    return patch.object(data, "wrap", lambda module, *arguments, **keywords: module)
+def gradients_are_not_summed() -> AbstractContextManager[Any]:
+    def stay(original: Any, self: Reducer, bucket: Any) -> None:
+        self._next += 1
+
+    return wrapped(Reducer, "_send", stay)
 
 
 @fault("ddp", "gradient", LOST_BACKWARD, named=("tokens.weight", "norm.bias"))
-def gradients_travel_with_the_first_micro_batch() -> AbstractContextManager[Any]:
-    return wrapped(data, "last_only", lambda original, module, last: original(module, not last))
+def half_of_the_others_gradients_arrives() -> AbstractContextManager[Any]:
+    def first_only(original: Any, self: Reducer, bucket: Any) -> None:
+        own = bucket.flat.clone()
+        original(self, bucket)
+        bucket.pending.wait()
+        bucket.flat.copy_(own + (bucket.flat - own) / 2)
+
+    return wrapped(Reducer, "_send", first_only)
 
 
 @fault("ddp_tp", "gradient", LOST_BACKWARD, named=("tokens.weight", "blocks.0.attention.qkv.weight"), spared=())
 def gradients_are_summed_over_the_whole_world() -> AbstractContextManager[Any]:
-    def on_world(original: Any, module: nn.Module, axis: Any, *rest: Any, **keywords: Any) -> nn.Module:
-        return original(module, replace(axis, group=dist.group.WORLD), *rest, **keywords)
+    def on_world(original: Any, self: Reducer, parameters: Any, axis: Any, *rest: Any) -> None:
+        original(self, parameters, replace(axis, group=dist.group.WORLD), *rest)
 
-    return wrapped(data, "wrap", on_world)
+    return wrapped(Reducer, "__init__", on_world)
 
 
 # --- norm and update --------------------------------------------------------------------------------------------------
