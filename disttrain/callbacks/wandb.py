@@ -11,7 +11,9 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -29,6 +31,8 @@ _SECRET = re.compile(r"api_?key|access_?key|private_?key|secret|passw(or)?d|cred
 _REDACTED = "<redacted>"
 _SWEEP_FOLDER = re.compile(r"\d\d-\d\d-\d\d-\w+")
 _SEEN = "seen.json"
+_FLUSH = "x_transaction_log_flush_interval"
+_FLUSH_SECONDS = 1.0
 
 
 class WandB(Callback):
@@ -120,8 +124,9 @@ class WandB(Callback):
         """Open, send rows until the end comes, close. Nothing that goes wrong here reaches the training."""
         try:
             run = self._open(arguments)
-            exit_code = self._send(run, seen)
+            exit_code, last = self._send(run, seen)
             run.finish(exit_code=exit_code)
+            self._note(seen, last)
             _end_service()
         except Exception as error:
             _log.warning("W&B gave up, and the run goes on without it: %s: %s", type(error).__name__, error)
@@ -142,21 +147,34 @@ class WandB(Callback):
         return run
 
     def _settings(self, wandb: Any) -> Any:
-        """Silent, without its own copy of the terminal; no command line in the record where one holds a secret."""
-        hidden = any(_SECRET.search(argument.partition("=")[0]) for argument in sys.argv)
-        return wandb.Settings(console="off", silent=True, init_timeout=self.open_seconds, x_disable_meta=hidden)
+        """Silent, without its own copy of the terminal; no command line in the record where one holds a secret.
 
-    def _send(self, run: Any, seen: Path) -> int:
-        """Log rows in the order they come, from the first step that W&B has not seen; the exit code at the end."""
+        Rows reach the file within a second: W&B's own fifteen are lost when this rank is killed.
+        """
+        hidden = any(_SECRET.search(argument.partition("=")[0]) for argument in sys.argv)
+        flush = {_FLUSH: _FLUSH_SECONDS} if _FLUSH in wandb.Settings.model_fields else {}
+        return wandb.Settings(console="off", silent=True, init_timeout=self.open_seconds, x_disable_meta=hidden, **flush)
+
+    def _send(self, run: Any, seen: Path) -> tuple[int, int]:
+        """Log rows in the order they come, from the first step that W&B has not seen; the exit code that ends them, and the last step."""
         known = read_json(seen) or {}
         last = max(int(known["step"]) if known.get("id") == self.id else -1, run.starting_step - 1)
+        on_the_way: deque[tuple[float, int]] = deque()
         while not isinstance(item := self._rows.get(), int):
             step, row = item
-            if step > last:
-                run.log({"step": step, **row}, step=step, commit=True)
-                last = step
-                write_json(seen, {"id": self.id, "step": step})
-        return item
+            if step <= last:
+                continue
+            run.log({"step": step, **row}, step=step, commit=True)
+            last = step
+            on_the_way.append((time.monotonic(), step))
+            arrived = [on_the_way.popleft()[1] for _ in range(_num_older(on_the_way, 2 * _FLUSH_SECONDS))]
+            if arrived:
+                self._note(seen, arrived[-1])
+        return item, last
+
+    def _note(self, seen: Path, step: int) -> None:
+        """Remember, beside W&B's files, up to where they surely go."""
+        write_json(seen, {"id": self.id, "step": step})
 
     def _finish(self, exit_code: int) -> None:
         if self._thread is None:
@@ -166,6 +184,11 @@ class WandB(Callback):
         if self._thread.is_alive():
             _log.warning("W&B has not ended within %g s; what it has lies in the run folder's wandb/", self.finish_seconds)
         self._thread = None
+
+
+def _num_older(times: Iterable[tuple[float, int]], seconds: float) -> int:
+    now = time.monotonic()
+    return sum(now - sent >= seconds for sent, _ in times)
 
 
 def _end_service() -> None:

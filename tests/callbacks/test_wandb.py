@@ -1,6 +1,7 @@
 """W&B, read back from its own offline files."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from omegaconf import OmegaConf
 
 from disttrain.callbacks.wandb import WandB, logged_in, plain, resolve_mode
 from disttrain.errors import ConfigError
+from disttrain.launch.world import supervise
 from tests.callbacks.fakes import FakeTrainer, config
 from tests.callbacks.wandb_file import runs
 
@@ -100,6 +102,31 @@ def test_a_resume_keeps_the_id_and_starts_at_the_first_step_not_seen(tmp_path):
     before, after = runs(folder)
     assert before.run.run_id == after.run.run_id
     assert [row["step"] for row in before.history + after.history] == [1, 20, 40, 60]
+
+
+@pytest.mark.world(1)
+def test_a_rank_that_is_killed_loses_no_step(tmp_path):
+    """What W&B had not written when the rank died is sent again by the run that goes on; nothing is left alive."""
+    folder = run_folder(tmp_path)
+    callback = WandB()
+
+    def entry(place):
+        trainer = FakeTrainer(folder)
+        callback.on_fit_start(trainer)
+        for step in range(1, 25):
+            trainer.progress.step = step
+            callback.on_log(trainer, {"train/loss": float(step)})
+            time.sleep(0.15)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert supervise(entry, 1).failure is not None
+    again = WandB()
+    again.load_state_dict(callback.state_dict())
+    follow(again, FakeTrainer(folder), [(step, {"train/loss": float(step)}) for step in range(1, 31)])
+    before, after = ([row["step"] for row in run.history] for run in runs(folder))
+    assert len(before) > 8
+    assert 1 < after[0] <= before[-1] + 1
+    assert after[-1] == 30
 
 
 def test_other_ranks_open_nothing(tmp_path):
