@@ -116,7 +116,7 @@ def test_a_rank_that_is_killed_loses_no_step(tmp_path):
         for step in range(1, 25):
             trainer.progress.step = step
             callback.on_log(trainer, {"train/loss": float(step)})
-            time.sleep(0.15)
+            time.sleep(0.12)
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert supervise(entry, 1).failure is not None
@@ -124,9 +124,10 @@ def test_a_rank_that_is_killed_loses_no_step(tmp_path):
     again.load_state_dict(callback.state_dict())
     follow(again, FakeTrainer(folder), [(step, {"train/loss": float(step)}) for step in range(1, 31)])
     before, after = ([row["step"] for row in run.history] for run in runs(folder))
-    assert len(before) > 8
-    assert 1 < after[0] <= before[-1] + 1
-    assert after[-1] == 30
+    assert len(before) > 3  # all but the last second's
+    assert set(before) | set(after) == set(range(1, 31))
+    assert before == sorted(set(before))
+    assert after == sorted(set(after))
 
 
 def test_other_ranks_open_nothing(tmp_path):
