@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from disttrain.parallel import collectives, materialise, strategy, tensor
+from disttrain.parallel import collectives, materialise, pairs, strategy, tensor, vocabulary
 from disttrain.parallel.data import Reducer
 from disttrain.parallel.layout import Cut, Layout
-from disttrain.parallel.random import mix
+from disttrain.parallel.random import Streams, mix
 from disttrain.parallel.step import Report
 from disttrain.parallel.strategy import Strategy
 from disttrain.parallel.update import Update
@@ -134,7 +134,7 @@ def own_target(logits_nv: Tensor, targets_n: Tensor, axis: Any) -> Tensor:
     local_n = targets_n - axis.index * logits_nv.shape[1]
     here_n = (local_n >= 0) & (local_n < logits_nv.shape[1])
     picked_n = logits_nv.gather(1, local_n.masked_fill(~here_n, 0)[:, None]).squeeze(1).masked_fill(~here_n, 0.0)
-    return tensor.reduce_copy(picked_n, axis)
+    return pairs.reduce_copy(picked_n, axis)
 
 
 @fault("tp", "gradient", WRONG_FORWARD, named=("loss", "blocks.0.mlp.down.bias"))
@@ -164,9 +164,9 @@ def merged_projection_is_cut_in_plain_chunks() -> AbstractContextManager[Any]:
 def embedding_is_not_masked() -> AbstractContextManager[Any]:
     def forward(self: Any, tokens_bt: Tensor) -> Tensor:
         local_bt = (tokens_bt - self.axis.index * self.weight.shape[0]).clamp(0, self.weight.shape[0] - 1)
-        return tensor.reduce_copy(F.embedding(local_bt, self.weight), self.axis)
+        return pairs.reduce_copy(F.embedding(local_bt, self.weight), self.axis)
 
-    return patch.object(tensor.VocabEmbedding, "forward", forward)
+    return patch.object(vocabulary.VocabEmbedding, "forward", forward)
 
 
 @fault("tp", "gradient", WRONG_FORWARD, named=("tokens.weight", "loss"))
@@ -386,4 +386,4 @@ def residual_masks_differ_in_the_tensor_group() -> AbstractContextManager[Any]:
         original(self, step)
         self._generator.manual_seed(mix(self.seed, step, dist.get_rank()))
 
-    return wrapped(tensor.Streams, "begin", by_rank)
+    return wrapped(Streams, "begin", by_rank)

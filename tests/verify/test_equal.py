@@ -121,6 +121,13 @@ def test_dropout_masks_are_shared_as_the_plan_says(strategy: str) -> None:
     assert any("dropout 0.1" in note for note in proof.notes)
 
 
+@pytest.mark.parametrize("strategy", ["tp2", pytest.param("ddp2_tp2_sp", marks=pytest.mark.long)])
+def test_a_plan_of_the_users_with_gathered_logits(strategy: str) -> None:
+    """M1's layer: the head's output is made whole, and each rank computes the whole loss."""
+    proof = prove("llama", strategy, plan={"head": "column_gather", "loss": "whole"})
+    assert proof.equal, (proof.failed, proof.cause)
+
+
 def test_a_tolerance_below_rounding_is_not_met() -> None:
     proof = prove("gpt", "tp2", verify={"tolerance": 1e-18})
     assert not proof.equal

@@ -1,0 +1,39 @@
+"""`verify` as it is typed: exit code, table, what was made small, the first parameter that is off."""
+
+from __future__ import annotations
+
+import pytest
+
+from disttrain.cli import main
+
+TINY = [
+    "verify",
+    "strategy=tensor_parallel",
+    "strategy.sequence_parallel=true",
+    "dataset=synthetic",
+    "dataset.kind=tokens",
+    "dataset.context=64",
+    "dataset.vocab_size=32",
+    "model.vocab_size=32",
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "verify.steps=1",
+    "launch.device=cpu",
+]
+
+
+@pytest.mark.world(2)
+def test_an_equal_layout_exits_0_and_says_what_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(TINY) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for word in ("gradient", "gradient norm", "loss", "update", "samples", "made small: sequence 64 -> 32", "The same training"):
+        assert word in said
+
+
+@pytest.mark.world(2)
+def test_an_unequal_one_exits_1_and_names_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "verify.tolerance=1e-18"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Not the same training." in said
+    assert "Likely cause:" in said
+    assert "blocks.0." in said
