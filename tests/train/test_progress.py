@@ -1,0 +1,90 @@
+"""A verdict is known one step late, or at once where it is drained; SKIP never comes back to the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from disttrain.callbacks.grad_accumulation import GradAccumulation
+from disttrain.data.synthetic import Synthetic
+from disttrain.errors import ConfigError, DataError
+from disttrain.models.gpt import GPT
+from disttrain.parallel.step import Verdict
+from disttrain.train.hooks import Callback
+from disttrain.train.progress import Progress
+from disttrain.train.trainer import Trainer
+
+
+def counters(*asked: Verdict) -> Tensor:
+    found = torch.zeros(len(Verdict))
+    for verdict in asked:
+        found[verdict] += 1
+    return found
+
+
+def test_a_verdict_comes_one_step_late() -> None:
+    progress = Progress()
+    asked = [counters(), counters(Verdict.SAVE), counters(Verdict.STOP, Verdict.SAVE), counters()]
+    assert [progress.settle(one, drain=False) for one in asked] == [Verdict.GO, Verdict.GO, Verdict.SAVE, Verdict.STOP]
+
+
+def test_draining_gives_the_larger_of_both_and_leaves_nothing() -> None:
+    progress = Progress()
+    progress.settle(counters(Verdict.STOP), drain=False)
+    assert progress.settle(counters(Verdict.SAVE), drain=True) is Verdict.STOP
+    assert progress.settle(counters(), drain=False) is Verdict.GO
+
+
+def test_a_skip_was_settled_on_the_device() -> None:
+    progress = Progress()
+    assert progress.settle(counters(Verdict.SKIP), drain=True) is Verdict.GO
+
+
+def test_a_request_travels_once() -> None:
+    progress = Progress()
+    assert progress.flags() is None
+    progress.request(Verdict.SAVE, "why not")
+    assert progress.flags() == counters(Verdict.SAVE).tolist()
+    assert progress.flags() is None
+    assert progress.reasons == ["SAVE: why not"]
+
+
+def test_position_and_its_state() -> None:
+    progress = Progress()
+    progress.step = 3
+    progress.finish_step(epoch_ends=False)
+    progress.finish_step(epoch_ends=True)
+    progress.finish_step(epoch_ends=False)
+    assert (progress.epoch, progress.step_in_epoch) == (1, 1)
+    other = Progress()
+    other.load_state_dict(progress.state_dict())
+    assert (other.step, other.epoch, other.step_in_epoch) == (3, 1, 1)
+
+
+# --- what a trainer refuses ---------------------------------------------------------------------------------------------
+
+
+def small(num_samples: int = 16, callbacks: dict[str, Callback] | None = None) -> Trainer:
+    model = GPT(num_layers=1, num_heads=2, hidden_size=8, vocab_size=8, max_seq_len=4)
+    data = Synthetic(kind="tokens", context=4, vocab_size=8, num_samples=num_samples, num_validation=0)
+    return Trainer(model, data, steps=2, global_batch_size=8, callbacks=callbacks or {})
+
+
+def test_less_data_than_one_global_batch_is_refused() -> None:
+    """M32."""
+    with pytest.raises(DataError, match=r"7 samples, fewer than one global batch \(train.global_batch_size=8\)"):
+        small(num_samples=7)
+
+
+def test_two_policies_that_fix_the_same_thing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"callbacks\.one and callbacks\.two both fix the micro batch size") as caught:
+        small(callbacks={"one": GradAccumulation(2), "two": GradAccumulation(4)})
+    assert caught.value.remedy == "~callbacks.two"
+
+
+def test_a_trainer_of_plain_objects_trains_in_this_process() -> None:
+    trainer = small()
+    result = trainer.fit()
+    assert (result.status, result.step) == ("done", 2)
+    assert result.metrics["train/targets"] == 8 * 4
