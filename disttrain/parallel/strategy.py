@@ -25,10 +25,13 @@ from disttrain.parallel.data import LossModule, Reducer
 from disttrain.parallel.layout import Copy, Layout, Placement, Sum
 from disttrain.parallel.materialise import materialise
 from disttrain.parallel.mesh import Mesh
+from disttrain.parallel.pairs import gather_slice
+from disttrain.parallel.plan import LOSS_KEY, apply_tensor_plan
 from disttrain.parallel.random import Streams
 from disttrain.parallel.step import Local, Report, Step, Verdict
-from disttrain.parallel.tensor import LOSS_KEY, OwnRandom, apply_tensor_plan, gather_slice, vocab_cross_entropy
+from disttrain.parallel.tensor import OwnRandom
 from disttrain.parallel.update import LossScale
+from disttrain.parallel.vocabulary import vocab_cross_entropy
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,13 @@ the column matrices' input gradient), so four a block, each 2(n-1)/n of b*t*d el
 sequence parallelism (arXiv:2205.05198) activations between the pairs are cut along t, and each all-reduce is
 an all-gather and a reduce-scatter: the same bytes, 1/tp of the memory of norms and residuals.
 
-The conjugate pairs, named for what they do forward and backward:
-
-    copy -> reduce            enters a column matrix           reduce -> copy            leaves a row matrix
-    gather -> reduce_scatter  the same, sequence parallel      reduce_scatter -> gather  the same
-
-A model holds none of this: it states `plan`, {module name pattern: style}, and `apply_tensor_plan` swaps the
-modules that the plan names, keeping every parameter's name.
+A model holds none of this: it states `plan`, and `plan.py` swaps the modules that it names for those below.
 
 Shape suffixes: b batch, t tokens, d hidden, n rows (b*t), v vocabulary; a local part has the same letter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -32,129 +24,12 @@ from torch.nn import functional as F
 from disttrain.errors import ConfigError
 from disttrain.models.projections import Projections
 from disttrain.parallel import collectives
-from disttrain.parallel.layout import Cut, Placement, Sum
 from disttrain.parallel.mesh import Axis
+from disttrain.parallel.pairs import gather_slice, slice_gather
 from disttrain.parallel.random import Streams
 
 SEQUENCE_DIM = 1
 """Dimension of tokens in activations [b, t, d]."""
-
-
-class _CopyReduce(torch.autograd.Function):
-    """Forward: identity. Backward: sum of the gradients over the axis."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(grad, ctx.axis), None
-
-
-class _ReduceCopy(torch.autograd.Function):
-    """Forward: sum over the axis, into a tensor of its own. Backward: identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return collectives.all_reduce(x, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherReduceScatter(torch.autograd.Function):
-    """Forward: concatenate along `dim`. Backward: sum, and keep this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return collectives.all_gather(x, axis, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.reduce_scatter(grad, ctx.axis, ctx.dim), None, None
-
-
-class _ReduceScatterGather(torch.autograd.Function):
-    """Forward: sum, and keep this rank's part along `dim`. Backward: concatenate."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return collectives.reduce_scatter(x, axis, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.all_gather(grad, ctx.axis, ctx.dim), None, None
-
-
-class _GatherSlice(torch.autograd.Function):
-    """Forward: concatenate along `dim`. Backward: this rank's slice.
-
-    Right only where every rank goes on with the whole tensor in the same way (a loss that is the same on all
-    ranks): each then holds the whole gradient already, and a sum would count it once per rank.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.size = axis, dim, x.shape[dim]
-        return collectives.all_gather(x, axis, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.narrow(ctx.dim, ctx.axis.index * ctx.size, ctx.size), None, None
-
-
-class _SliceGather(torch.autograd.Function):
-    """Forward: this rank's slice along `dim` of a tensor that is whole on every rank. Backward: concatenate."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return x.chunk(axis.size, dim)[axis.index].contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.all_gather(grad, ctx.axis, ctx.dim), None, None
-
-
-def copy_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Same `x` on every rank, used in parts by each: identity forward, sum backward."""
-    return _CopyReduce.apply(x, axis)  # type: ignore[no-any-return]
-
-
-def reduce_copy(x: Tensor, axis: Axis) -> Tensor:
-    """Sum of every rank's `x`, the same on each: sum forward, identity backward."""
-    return _ReduceCopy.apply(x, axis)  # type: ignore[no-any-return]
-
-
-def gather_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Whole tensor from parts along `dim`, used in parts by each rank: gather forward, reduce-scatter backward."""
-    return _GatherReduceScatter.apply(x, axis, dim)  # type: ignore[no-any-return]
-
-
-def reduce_scatter_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum: reduce-scatter forward, gather backward."""
-    return _ReduceScatterGather.apply(x, axis, dim)  # type: ignore[no-any-return]
-
-
-def gather_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Whole tensor from parts along `dim`, used alike by all ranks: gather forward, slice backward."""
-    return _GatherSlice.apply(x, axis, dim)  # type: ignore[no-any-return]
-
-
-def slice_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part along `dim` of a whole tensor: slice forward, gather backward."""
-    return _SliceGather.apply(x, axis, dim)  # type: ignore[no-any-return]
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
@@ -294,24 +169,6 @@ class RowLinear(nn.Module):
         return y
 
 
-class VocabEmbedding(nn.Module):
-    """`nn.Embedding` cut by rows: each rank looks up its own tokens, the sum over ranks has them all."""
-
-    def __init__(self, embedding: nn.Embedding, axis: Axis, sequence: bool) -> None:
-        super().__init__()
-        self.axis, self.sequence = axis, sequence
-        self.weight = embedding.weight
-
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Token numbers to [b, t, d], whole or this rank's tokens."""
-        num_rows = self.weight.shape[0]
-        local_bt = tokens_bt - self.axis.index * num_rows
-        elsewhere_bt = (local_bt < 0) | (local_bt >= num_rows)
-        x_btd = F.embedding(local_bt.masked_fill(elsewhere_bt, 0), self.weight)
-        x_btd = x_btd.masked_fill(elsewhere_bt[..., None], 0.0)
-        return reduce_scatter_gather(x_btd, self.axis, SEQUENCE_DIM) if self.sequence else reduce_copy(x_btd, self.axis)
-
-
 class SequencePart(nn.Module):
     """A module whose output [.., t, d] is cut to this rank's tokens (learned positions under sequence parallelism)."""
 
@@ -369,142 +226,3 @@ class SequenceGather(nn.Module):
     def forward(self, x_btd: Tensor) -> Tensor:
         """[b, t/tp, d] to [b, t, d]."""
         return gather_slice(x_btd, self.axis, SEQUENCE_DIM)
-
-
-class _VocabCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of logits cut by vocabulary; whole logits never exist. Two small all-reduces: maximum; sum and target."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor, axis: Axis, ignored: int) -> Tensor:
-        num_rows = logits_nv.shape[1]
-        peak_n = collectives.all_reduce(logits_nv.max(dim=1).values, axis, "max")
-        shifted_nv = logits_nv - peak_n[:, None]
-        local_n = targets_n - axis.index * num_rows
-        here_n = (local_n >= 0) & (local_n < num_rows)
-        local_n = local_n.masked_fill(~here_n, 0)
-        picked_n = shifted_nv.gather(1, local_n[:, None]).squeeze(1).masked_fill(~here_n, 0.0)
-        exp_nv = shifted_nv.exp_()
-        total_n, target_n = collectives.all_reduce_(torch.stack([exp_nv.sum(1), picked_n]), axis)
-        valid_n = targets_n != ignored
-        ctx.save_for_backward(exp_nv.div_(total_n[:, None]), local_n, here_n, valid_n)
-        losses_n: Tensor = (total_n.log() - target_n).masked_fill(~valid_n, 0.0)
-        return losses_n
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax_nv, local_n, here_n, valid_n = ctx.saved_tensors
-        grad_nv = softmax_nv.clone()
-        grad_nv.scatter_add_(1, local_n[:, None], -here_n.to(grad_nv.dtype)[:, None])
-        return grad_nv.mul_((grad_n * valid_n)[:, None]), None, None, None
-
-
-def vocab_cross_entropy(axis: Axis, ignored: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A row loss for logits [n, v/tp] and targets [n]: losses [n], zero where `ignored`; float32 at least."""
-
-    def row_loss(logits_nv: Tensor, targets_n: Tensor) -> Tensor:
-        wide = logits_nv.float() if logits_nv.dtype in (torch.float16, torch.bfloat16) else logits_nv
-        return _VocabCrossEntropy.apply(wide, targets_n, axis, ignored)  # type: ignore[no-any-return]
-
-    return row_loss
-
-
-STYLES: Mapping[str, str] = {
-    "column": "output features cut, input the same on all ranks (Linear, Projections)",
-    "column_gather": "as column, output made whole again (Linear)",
-    "row": "input features cut, output summed (Linear)",
-    "vocab_embedding": "rows cut by vocabulary (Embedding)",
-    "vocab_head": "rows cut by vocabulary, output stays cut (Linear)",
-    "sequence_norm": "whole weights; input cut along tokens under sequence parallelism",
-    "position_embedding": "whole weights; output cut along tokens under sequence parallelism (Embedding)",
-    "sequence_split": "an Identity at which whole activations are cut along tokens under sequence parallelism",
-    "sequence_gather": "an Identity at which activations cut along tokens are made whole again",
-    "heads": "works on this rank's heads: random draws are its own",
-    "residual_dropout": "one mask per tensor group; its own under sequence parallelism",
-}
-"""Styles that a plan may name, and what each means."""
-
-LOSS_KEY = "loss"
-"""The plan's key that names no module: 'vocab_parallel' for a loss over cut logits."""
-
-
-def match_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """{module name: style} of a plan; a later pattern wins over an earlier one. ConfigError for what fits nothing."""
-    names = [name for name, _ in model.named_modules()]
-    styles: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if pattern == LOSS_KEY:
-            continue
-        if style not in STYLES:
-            raise ConfigError(
-                f"tensor plan: style '{style}' of '{pattern}' is unknown; styles are {', '.join(STYLES)}",
-                f"strategy.plan.'{pattern}'=column",
-            )
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ConfigError(f"tensor plan: no module is named '{pattern}'; modules are {', '.join(filter(None, names[:20]))}, ...")
-        styles.update(dict.fromkeys(matched, style))
-    return styles
-
-
-def apply_tensor_plan(model: nn.Module, plan: Mapping[str, str], axis: Axis, sequence: bool, streams: Streams) -> dict[str, Placement]:
-    """Swap the modules that `plan` names for their parallel forms; return the placement on `tp` of parameters that are not Copy.
-
-    Parameters are still whole here (on the meta device, or as the user built them): who materialises cuts them.
-    """
-    placements: dict[str, Placement] = {}
-    for name, style in match_plan(model, plan).items():
-        module = model.get_submodule(name)
-        swapped, by_parameter = _restyle(name, module, style, axis, sequence, streams)
-        if swapped is not module:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, swapped)
-        placements.update({f"{name}.{parameter}": placement for parameter, placement in by_parameter.items()})
-    return placements
-
-
-def _restyle(
-    name: str, module: nn.Module, style: str, axis: Axis, sequence: bool, streams: Streams
-) -> tuple[nn.Module, dict[str, Placement]]:
-    """The parallel form of one module, and its parameters' placements."""
-    own = dict(module.named_parameters())
-    if style in ("column", "vocab_head", "column_gather") and isinstance(module, nn.Linear):
-        _must_divide(name, "output features", module.out_features, axis)
-        return ColumnLinear(module, axis, sequence, style == "column_gather"), {parameter: Cut(0) for parameter in own}
-    if style == "column" and isinstance(module, Projections):
-        for size in module.segments:
-            _must_divide(name, "output features", size, axis)
-        cut = Cut(0, module.segments if module.merged else ())
-        return ColumnProjections(module, axis, sequence), dict.fromkeys(own, cut)
-    if style == "row" and isinstance(module, nn.Linear):
-        _must_divide(name, "input features", module.in_features, axis)
-        placements: dict[str, Placement] = {"weight": Cut(1)}
-        return RowLinear(module, axis, sequence), placements | ({"bias": Sum()} if sequence and module.bias is not None else {})
-    if style == "vocab_embedding" and isinstance(module, nn.Embedding):
-        _must_divide(name, "rows", module.num_embeddings, axis)
-        return VocabEmbedding(module, axis, sequence), {"weight": Cut(0)}
-    if style == "sequence_norm":
-        return module, dict.fromkeys(own, Sum()) if sequence else {}
-    if style == "position_embedding" and isinstance(module, nn.Embedding):
-        return (SequencePart(module, axis), {"weight": Sum()}) if sequence else (module, {})
-    if style in ("sequence_split", "sequence_gather") and isinstance(module, nn.Identity):
-        made = SequenceSplit(axis) if style == "sequence_split" else SequenceGather(axis)
-        return (made if sequence else module), {}
-    if style in ("heads", "residual_dropout") and not own:
-        own_draws = draws(module) and (style == "heads" or sequence)
-        return (OwnRandom(module, streams) if own_draws else module), {}
-    raise ConfigError(f"tensor plan: style '{style}' does not fit '{name}', a {type(module).__name__}; {style}: {STYLES[style]}")
-
-
-def draws(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in training: it has dropout, as a module or as a rate."""
-    rates = [getattr(part, "p", 0.0) for part in module.modules()] + [getattr(module, "dropout", 0.0)]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
-
-
-def _must_divide(name: str, what: str, size: int, axis: Axis) -> None:
-    if size % axis.size:
-        raise ConfigError(
-            f"tensor parallel: the {size} {what} of '{name}' are not divisible by strategy.tp={axis.size}",
-            f"strategy.tp={max(d for d in range(1, axis.size) if size % d == 0)}",
-        )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from disttrain.errors import ConfigError
-from disttrain.parallel.tensor import SequencePart, VocabEmbedding
+from disttrain.parallel.tensor import SequencePart
+from disttrain.parallel.vocabulary import VocabEmbedding
 
 EMBEDDINGS = (nn.Embedding, VocabEmbedding, SequencePart)
 """Modules whose weights get no weight decay."""

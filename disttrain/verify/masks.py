@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from disttrain.parallel import collectives
+from disttrain.parallel.plan import draws
 from disttrain.parallel.strategy import Strategy
-from disttrain.parallel.tensor import OwnRandom, draws
+from disttrain.parallel.tensor import OwnRandom
 from disttrain.verify.compare import Error
 
 Drawn = dict[str, list[int]]

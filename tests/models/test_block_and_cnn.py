@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from disttrain.models.block import TransformerBlock
 from disttrain.models.cnn import SimpleCNN
 from disttrain.models.model import Initialised, Model
-from disttrain.parallel.tensor import match_plan
+from disttrain.parallel.plan import match_plan
 
 
 def test_cnn_has_the_articles_size():

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from disttrain.errors import ConfigError
 from disttrain.models.gpt import GPT
 from disttrain.models.transformer import BlockShape, Core, llama_width, rotary, rotate
-from disttrain.parallel.tensor import match_plan
+from disttrain.parallel.plan import match_plan
 
 SMALL = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "vocab_size": 50, "max_seq_len": 16}
 LLAMA = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from disttrain.launch.place import Place
-from disttrain.parallel import collectives, tensor
+from disttrain.parallel import collectives, pairs
 from disttrain.parallel.mesh import Axis, Mesh
 
 RunWorld = Callable[..., list[Any]]
@@ -99,14 +99,14 @@ def test_an_in_place_sum_fills_a_strided_view(run_world: RunWorld) -> None:
 
 PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[[list[Tensor], int], Tensor]]] = {
     # what the gradient of rank r's input is, when rank s weighs its output with w[s]
-    "copy_reduce": (lambda x, axis: tensor.copy_reduce(x, axis), lambda w, rank: sum(w[1:], w[0])),
-    "reduce_copy": (lambda x, axis: tensor.reduce_copy(x, axis), lambda w, rank: w[rank]),
+    "copy_reduce": (lambda x, axis: pairs.copy_reduce(x, axis), lambda w, rank: sum(w[1:], w[0])),
+    "reduce_copy": (lambda x, axis: pairs.reduce_copy(x, axis), lambda w, rank: w[rank]),
     "gather_reduce_scatter": (
-        lambda x, axis: tensor.gather_reduce_scatter(x, axis, 1),
+        lambda x, axis: pairs.gather_reduce_scatter(x, axis, 1),
         lambda w, rank: sum(w[1:], w[0]).chunk(N, 1)[rank],
     ),
-    "reduce_scatter_gather": (lambda x, axis: tensor.reduce_scatter_gather(x, axis, 1), lambda w, rank: torch.cat(w, 1)),
-    "gather_slice": (lambda x, axis: tensor.gather_slice(x, axis, 1), lambda w, rank: w[rank].chunk(N, 1)[rank]),
+    "reduce_scatter_gather": (lambda x, axis: pairs.reduce_scatter_gather(x, axis, 1), lambda w, rank: torch.cat(w, 1)),
+    "gather_slice": (lambda x, axis: pairs.gather_slice(x, axis, 1), lambda w, rank: w[rank].chunk(N, 1)[rank]),
 }
 
 
@@ -136,10 +136,10 @@ def test_the_two_gathers_differ_as_documented(run_world: RunWorld) -> None:
     def check(place: Place) -> None:
         axis = tp_axis(place)
         shared = torch.arange(8.0, dtype=torch.float64)
-        for gather, weights in ((tensor.gather_slice, [shared, shared]), (tensor.gather_reduce_scatter, [shared, 3 * shared])):
+        for gather, weights in ((pairs.gather_slice, [shared, shared]), (pairs.gather_reduce_scatter, [shared, 3 * shared])):
             x = torch.ones(4, dtype=torch.float64, requires_grad=True)
             (gather(x, axis, 0) * weights[place.rank]).sum().backward()
-            by_hand = shared if gather is tensor.gather_slice else 4 * shared  # d(loss) / d(whole): once, or the sum over ranks
+            by_hand = shared if gather is pairs.gather_slice else 4 * shared  # d(loss) / d(whole): once, or the sum over ranks
             torch.testing.assert_close(x.grad, by_hand.chunk(N)[place.rank])
 
     run_world(check)
@@ -151,7 +151,7 @@ def test_a_sum_inside_autograd_does_not_change_what_was_saved(run_world: RunWorl
 
     def check(place: Place) -> float:
         x = torch.ones((), dtype=torch.float64, requires_grad=True)
-        y = tensor.reduce_copy(x.exp(), tp_axis(place))
+        y = pairs.reduce_copy(x.exp(), tp_axis(place))
         y.backward()
         assert float(y.detach()) == pytest.approx(2 * torch.e)
         assert x.grad is not None

@@ -17,8 +17,10 @@ from disttrain.launch.place import Place
 from disttrain.models.projections import Projections
 from disttrain.models.task import IGNORED
 from disttrain.parallel.mesh import Axis, Mesh
+from disttrain.parallel.plan import apply_tensor_plan
 from disttrain.parallel.random import Streams
-from disttrain.parallel.tensor import ColumnLinear, RowLinear, apply_tensor_plan, vocab_cross_entropy
+from disttrain.parallel.tensor import ColumnLinear, RowLinear
+from disttrain.parallel.vocabulary import vocab_cross_entropy
 from tests import tiny
 from tests.parallel.ranks import prepared, run_step, sizes
 

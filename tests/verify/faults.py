@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from disttrain.parallel import collectives, materialise, pairs, strategy, tensor, vocabulary
+from disttrain.parallel import collectives, materialise, pairs, plan, strategy, tensor, vocabulary
 from disttrain.parallel.data import Reducer
 from disttrain.parallel.layout import Cut, Layout
 from disttrain.parallel.random import Streams, mix
@@ -157,7 +157,7 @@ def bias_on_one_rank_only() -> AbstractContextManager[Any]:
 
 @fault("tp", "gradient", WRONG_FORWARD, named=("blocks.0.attention.qkv.weight", "loss"))
 def merged_projection_is_cut_in_plain_chunks() -> AbstractContextManager[Any]:
-    return patch.object(tensor, "Cut", lambda dim, segments=(): Cut(dim))
+    return patch.object(plan, "Cut", lambda dim, segments=(): Cut(dim))
 
 
 @fault("tp", "gradient", WRONG_FORWARD, named=("tokens.weight", "loss"))

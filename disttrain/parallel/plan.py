@@ -1,0 +1,127 @@
+"""The tensor plan: {module name pattern: style}, stated by a model and applied here, which swaps the modules it names.
+
+Parameters keep their names. A user's own model needs such a table and no parallel code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from disttrain.errors import ConfigError
+from disttrain.models.projections import Projections
+from disttrain.parallel.layout import Cut, Placement, Sum
+from disttrain.parallel.mesh import Axis
+from disttrain.parallel.random import Streams
+from disttrain.parallel.tensor import (
+    ColumnLinear,
+    ColumnProjections,
+    OwnRandom,
+    RowLinear,
+    SequenceGather,
+    SequencePart,
+    SequenceSplit,
+)
+from disttrain.parallel.vocabulary import VocabEmbedding
+
+STYLES: Mapping[str, str] = {
+    "column": "output features cut, input the same on all ranks (Linear, Projections)",
+    "column_gather": "as column, output made whole again (Linear)",
+    "row": "input features cut, output summed (Linear)",
+    "vocab_embedding": "rows cut by vocabulary (Embedding)",
+    "vocab_head": "rows cut by vocabulary, output stays cut (Linear)",
+    "sequence_norm": "whole weights; input cut along tokens under sequence parallelism",
+    "position_embedding": "whole weights; output cut along tokens under sequence parallelism (Embedding)",
+    "sequence_split": "an Identity at which whole activations are cut along tokens under sequence parallelism",
+    "sequence_gather": "an Identity at which activations cut along tokens are made whole again",
+    "heads": "works on this rank's heads: random draws are its own",
+    "residual_dropout": "one mask per tensor group; its own under sequence parallelism",
+}
+"""Styles that a plan may name, and what each means."""
+
+LOSS_KEY = "loss"
+"""The plan's key that names no module: 'vocab_parallel' for a loss over cut logits."""
+
+
+def match_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """{module name: style} of a plan; a later pattern wins over an earlier one. ConfigError for what fits nothing."""
+    names = [name for name, _ in model.named_modules()]
+    styles: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if pattern == LOSS_KEY:
+            continue
+        if style not in STYLES:
+            raise ConfigError(
+                f"tensor plan: style '{style}' of '{pattern}' is unknown; styles are {', '.join(STYLES)}",
+                f"strategy.plan.'{pattern}'=column",
+            )
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ConfigError(f"tensor plan: no module is named '{pattern}'; modules are {', '.join(filter(None, names[:20]))}, ...")
+        styles.update(dict.fromkeys(matched, style))
+    return styles
+
+
+def apply_tensor_plan(model: nn.Module, plan: Mapping[str, str], axis: Axis, sequence: bool, streams: Streams) -> dict[str, Placement]:
+    """Swap the modules that `plan` names for their parallel forms; return the placement on `tp` of parameters that are not Copy.
+
+    Parameters are still whole here (on the meta device, or as the user built them): who materialises cuts them.
+    """
+    placements: dict[str, Placement] = {}
+    for name, style in match_plan(model, plan).items():
+        module = model.get_submodule(name)
+        swapped, by_parameter = _restyle(name, module, style, axis, sequence, streams)
+        if swapped is not module:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, swapped)
+        placements.update({f"{name}.{parameter}": placement for parameter, placement in by_parameter.items()})
+    return placements
+
+
+def _restyle(
+    name: str, module: nn.Module, style: str, axis: Axis, sequence: bool, streams: Streams
+) -> tuple[nn.Module, dict[str, Placement]]:
+    """The parallel form of one module, and its parameters' placements."""
+    own = dict(module.named_parameters())
+    if style in ("column", "vocab_head", "column_gather") and isinstance(module, nn.Linear):
+        _must_divide(name, "output features", module.out_features, axis)
+        return ColumnLinear(module, axis, sequence, style == "column_gather"), {parameter: Cut(0) for parameter in own}
+    if style == "column" and isinstance(module, Projections):
+        for size in module.segments:
+            _must_divide(name, "output features", size, axis)
+        cut = Cut(0, module.segments if module.merged else ())
+        return ColumnProjections(module, axis, sequence), dict.fromkeys(own, cut)
+    if style == "row" and isinstance(module, nn.Linear):
+        _must_divide(name, "input features", module.in_features, axis)
+        placements: dict[str, Placement] = {"weight": Cut(1)}
+        return RowLinear(module, axis, sequence), placements | ({"bias": Sum()} if sequence and module.bias is not None else {})
+    if style == "vocab_embedding" and isinstance(module, nn.Embedding):
+        _must_divide(name, "rows", module.num_embeddings, axis)
+        return VocabEmbedding(module, axis, sequence), {"weight": Cut(0)}
+    if style == "sequence_norm":
+        return module, dict.fromkeys(own, Sum()) if sequence else {}
+    if style == "position_embedding" and isinstance(module, nn.Embedding):
+        return (SequencePart(module, axis), {"weight": Sum()}) if sequence else (module, {})
+    if style in ("sequence_split", "sequence_gather") and isinstance(module, nn.Identity):
+        made = SequenceSplit(axis) if style == "sequence_split" else SequenceGather(axis)
+        return (made if sequence else module), {}
+    if style in ("heads", "residual_dropout") and not own:
+        own_draws = draws(module) and (style == "heads" or sequence)
+        return (OwnRandom(module, streams) if own_draws else module), {}
+    raise ConfigError(f"tensor plan: style '{style}' does not fit '{name}', a {type(module).__name__}; {style}: {STYLES[style]}")
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in training: it has dropout, as a module or as a rate."""
+    rates = [getattr(part, "p", 0.0) for part in module.modules()] + [getattr(module, "dropout", 0.0)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _must_divide(name: str, what: str, size: int, axis: Axis) -> None:
+    if size % axis.size:
+        raise ConfigError(
+            f"tensor parallel: the {size} {what} of '{name}' are not divisible by strategy.tp={axis.size}",
+            f"strategy.tp={max(d for d in range(1, axis.size) if size % d == 0)}",
+        )
