@@ -27,9 +27,11 @@ class Schedule(Protocol):
 
 
 class _WithWarmup:
-    """Linear warm-up over `warmup_steps` (the first update already moves), then `after`."""
+    """Linear warm-up over `warmup_steps`, by default a twentieth of the run (the first update already moves), then `after`."""
 
-    def __init__(self, num_steps: int, warmup_steps: int = 0) -> None:
+    def __init__(self, num_steps: int, warmup_steps: int | None = None) -> None:
+        if warmup_steps is None:
+            warmup_steps = num_steps // 20
         if not 0 <= warmup_steps <= num_steps:
             raise ConfigError(
                 f"scheduler.warmup_steps={warmup_steps} does not lie within the run's {num_steps} steps",
@@ -59,7 +61,7 @@ class Constant(_WithWarmup):
 class Cosine(_WithWarmup):
     """Half a cosine from one down to `min_factor` (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5)."""
 
-    def __init__(self, num_steps: int, warmup_steps: int = 0, min_factor: float = 0.1) -> None:
+    def __init__(self, num_steps: int, warmup_steps: int | None = None, min_factor: float = 0.1) -> None:
         super().__init__(num_steps, warmup_steps)
         self.min_factor = min_factor
 
@@ -72,14 +74,14 @@ class Cosine(_WithWarmup):
 class WarmupStableDecay(_WithWarmup):
     """Flat, then linear down to `min_factor` over the last `decay_steps` (Hu et al. 2024, arXiv:2404.06395, section 4)."""
 
-    def __init__(self, num_steps: int, warmup_steps: int = 0, decay_steps: int | None = None, min_factor: float = 0.0) -> None:
+    def __init__(self, num_steps: int, warmup_steps: int | None = None, decay_steps: int | None = None, min_factor: float = 0.0) -> None:
         super().__init__(num_steps, warmup_steps)
         self.decay_steps = max(1, num_steps // 5) if decay_steps is None else decay_steps
         self.min_factor = min_factor
-        if warmup_steps + self.decay_steps > num_steps:
+        if self.warmup_steps + self.decay_steps > num_steps:
             raise ConfigError(
-                f"scheduler.warmup_steps={warmup_steps} and scheduler.decay_steps={self.decay_steps} exceed the run's {num_steps} steps",
-                f"scheduler.decay_steps={max(1, num_steps - warmup_steps)}",
+                f"scheduler.warmup_steps={self.warmup_steps} and scheduler.decay_steps={self.decay_steps} exceed the run's {num_steps} steps",
+                f"scheduler.decay_steps={max(1, num_steps - self.warmup_steps)}",
             )
 
     def after(self, update: int, length: int) -> float:
