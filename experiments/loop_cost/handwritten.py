@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -17,18 +16,19 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.loop_cost.mlp import MLP, RandomRows
+from experiments.loop_cost.stopwatch import Clock
 
 
-def one_process(width: int, hidden: int, outputs: int, batch_size: int, warmup: int, steps: int) -> float:
-    """Seconds a step of the plain loop: DataLoader, cross-entropy, clip, fused AdamW; nothing is logged."""
+def one_process(width: int, hidden: int, outputs: int, batch_size: int, warmup: int, steps: int) -> str:
+    """What a step takes of the plain loop: DataLoader, cross-entropy, clip, fused AdamW; nothing is logged."""
     model = MLP(width, hidden, outputs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loader = DataLoader(TensorDataset(*RandomRows(width, outputs).tensors()), batch_size=batch_size, shuffle=True, drop_last=True)
-    start, done = 0.0, 0
+    clock, done = Clock(), 0
     while done < warmup + steps:
         for x, y in loader:
             if done == warmup:
-                start = time.perf_counter()
+                clock = Clock()
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -37,27 +37,27 @@ def one_process(width: int, hidden: int, outputs: int, batch_size: int, warmup: 
             done += 1
             if done == warmup + steps:
                 break
-    return (time.perf_counter() - start) / steps
+    return clock.per_step(steps)
 
 
-def tensor_parallel(width: int, hidden: int, outputs: int, batch_size: int, warmup: int, steps: int) -> float:
-    """Seconds a step of the same loop on a block cut by `parallelize_module`; batches are rows already in memory."""
+def tensor_parallel(width: int, hidden: int, outputs: int, batch_size: int, warmup: int, steps: int) -> str:
+    """What a step takes of the same loop on a block cut by `parallelize_module`; batches are rows already in memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = parallelize_module(MLP(width, hidden, outputs, classes=False), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     inputs, targets = RandomRows(width, outputs, classes=False).tensors()
     num_batches = len(inputs) // batch_size
-    start = 0.0
+    clock = Clock()
     for step in range(warmup + steps):
         if step == warmup:
-            start = time.perf_counter()
+            clock = Clock()
         rows = slice(step % num_batches * batch_size, (step % num_batches + 1) * batch_size)
         loss = F.mse_loss(model(inputs[rows]), targets[rows])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return (time.perf_counter() - start) / steps
+    return clock.per_step(steps)
 
 
 def two_ranks(sizes: list[int], file: Path) -> None:
@@ -67,19 +67,19 @@ def two_ranks(sizes: list[int], file: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0 if child else 1, world_size=2)
-        seconds = tensor_parallel(*sizes)
+        taken = tensor_parallel(*sizes)
         dist.barrier()
         dist.destroy_process_group()
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-    file.write_text(repr(seconds))
+    file.write_text(taken)
 
 
 if __name__ == "__main__":
     kind, path, *numbers = sys.argv[1:]
     arguments = [int(number) for number in numbers]
     if kind == "one_process":
-        Path(path).write_text(repr(one_process(*arguments)))
+        Path(path).write_text(one_process(*arguments))
     else:
         two_ranks(arguments, Path(path))

@@ -9,18 +9,29 @@ from typing import Any
 from disttrain.train.hooks import Callback
 
 
+class Clock:
+    """Wall-clock and processor seconds of this process since it was made."""
+
+    def __init__(self) -> None:
+        self.wall, self.processor = time.perf_counter(), time.process_time()
+
+    def per_step(self, steps: int) -> str:
+        """'<wall> <processor>', in seconds a step."""
+        return f"{(time.perf_counter() - self.wall) / steps} {(time.process_time() - self.processor) / steps}"
+
+
 class Stopwatch(Callback):
-    """Rank 0 writes the mean seconds of the `steps` steps after `warmup` others to `file`, logging and all."""
+    """Rank 0 writes what a step took, over the `steps` steps after `warmup` others, to `file`, logging and all."""
 
     def __init__(self, file: str, warmup: int, steps: int) -> None:
         self.file = Path(file)
         self.warmup = warmup
         self.steps = steps
-        self._start = 0.0
+        self._clock = Clock()
 
     def on_train_step_end(self, trainer: Any, report: Any) -> None:
         """Start, or stop and write; between the two an integer is compared."""
         if trainer.progress.step == self.warmup:
-            self._start = time.perf_counter()
+            self._clock = Clock()
         elif trainer.progress.step == self.warmup + self.steps and trainer.is_lead:
-            self.file.write_text(repr((time.perf_counter() - self._start) / self.steps))
+            self.file.write_text(self._clock.per_step(self.steps))

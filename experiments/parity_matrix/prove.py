@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)  # before anything computes: ranks are forked from this process
-import torch._dynamo  # noqa: E402  once here instead of once a rank: DDP imports it
 
 from disttrain import build  # noqa: E402
 from disttrain.cli import ready  # noqa: E402
@@ -107,11 +106,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose model, strategy or precision contains this")
     parser.add_argument("--table", type=Path, default=HERE / "table.md", help="where the table is written")
     options = parser.parse_args()
-    wanted = [case for case in cases() if options.only in f"{case.model} {case.strategy} {case.dtype}"]
+    wanted = {case: config_of(case) for case in cases() if options.only in f"{case.model} {case.strategy} {case.dtype}"}
     lines, num_off, began = [], 0, time.monotonic()
     print(HEAD, flush=True)
-    for case in wanted:
-        config = config_of(case)
+    for case, config in wanted.items():
         build.prepare_data(config)
         start = time.monotonic()
         proof = prove(config)
