@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch._dynamo  # noqa: F401  every optimizer imports it: better once here than in each forked rank
-
 from disttrain.config.schema import Config, LaunchConfig, StrategyConfig, TrainConfig, VerifyConfig
 
 CONTEXT, VOCABULARY = 16, 32
