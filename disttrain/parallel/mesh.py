@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import cast
 
+import torch
 import torch.distributed as dist
 
 AXES = ("pp", "dp_replicate", "dp_outer", "ep", "cp", "tp")
@@ -122,3 +123,10 @@ def found_mesh() -> Mesh:
     if not dist.is_initialized():
         return Mesh()
     return Mesh({"dp_replicate": dist.get_world_size()}, dist.get_rank())
+
+
+def found_device() -> torch.device:
+    """The GPU with this process's number on its machine, where there is one; else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))

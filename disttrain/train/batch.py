@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from disttrain.data.dataset import VOID, Order, Position, sample_seeds
+from disttrain.data.workers import BatchSource, Request
 from disttrain.models.task import Task
 from disttrain.parallel.mesh import Axis
 from disttrain.parallel.step import Batch, Step
-
-Request = tuple[Tensor, Tensor]
-"""(indices, seeds) of the samples of one local batch; none is void."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Feed:
 
     def __init__(
         self,
-        batches: Callable[[Iterator[Request]], Iterator[tuple[Any, Any]]],
+        source: BatchSource,
         order: Order,
         part: Slice,
         task: Task,
@@ -62,7 +60,7 @@ class Feed:
         prefetch: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """`batches` turns requests into (inputs, targets), in order; floating-point ones become `dtype`, the weights' type.
+        """`source` turns requests into (inputs, targets), in order; floating-point ones become `dtype`, the weights' type.
 
         `prefetch` steps are built ahead in a thread.
         """
@@ -73,7 +71,7 @@ class Feed:
         self.device = device
         self.prefetch = prefetch
         self.pin_memory = pin_memory and device.type == "cuda"
-        self._batches = batches
+        self._source = source
 
     def steps(self, positions: Iterator[tuple[int, Position]]) -> Iterator[Step]:
         """The steps (number, position) asked for, on the device, copies begun one step before a step is handed out."""
@@ -81,6 +79,10 @@ class Feed:
         if self.prefetch:
             host = _ahead(host, self.prefetch)
         return _on_cuda(host, self.device) if self.device.type == "cuda" else host
+
+    def close(self) -> None:
+        """End the processes that build batches, if there are any."""
+        self._source.close()
 
     def _host_steps(self, positions: Iterator[tuple[int, Position]]) -> Iterator[Step]:
         asked: queue.SimpleQueue[tuple[int, Tensor]] = queue.SimpleQueue()
@@ -93,7 +95,7 @@ class Feed:
                 samples = rows if int(rows[-1]) != VOID else torch.where(rows == VOID, rows.max().clamp(min=0), rows)
                 yield samples, sample_seeds(self.order.seed, position.epoch, samples)
 
-        for inputs, targets in self._batches(requests()):
+        for inputs, targets in self._source.iterate(requests()):
             number, rows = asked.get()
             yield self._cut(number, rows, inputs, targets)
 

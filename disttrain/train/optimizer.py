@@ -80,7 +80,8 @@ class WarmupStableDecay(_WithWarmup):
         self.min_factor = min_factor
         if self.warmup_steps + self.decay_steps > num_steps:
             raise ConfigError(
-                f"scheduler.warmup_steps={self.warmup_steps} and scheduler.decay_steps={self.decay_steps} exceed the run's {num_steps} steps",
+                f"scheduler.warmup_steps={self.warmup_steps} and scheduler.decay_steps={self.decay_steps} "
+                f"exceed the run's {num_steps} steps",
                 f"scheduler.decay_steps={max(1, num_steps - self.warmup_steps)}",
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,16 @@ from torch import Tensor
 from disttrain.parallel.step import Verdict
 
 NUM_VERDICTS = len(Verdict)
+
+
+@dataclass
+class Result:
+    """How a run ended: 'done', or 'stopped' with the reason, and the last value of every metric."""
+
+    status: str
+    reason: str
+    step: int
+    metrics: dict[str, float]
 
 
 class Progress:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from disttrain.train.trainer import Result, Trainer
+from disttrain.train.progress import Result
+from disttrain.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from rich.table import Table

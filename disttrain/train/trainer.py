@@ -8,45 +8,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from disttrain.data import adapt
-from disttrain.data.dataset import Dataset, Order, Position
-from disttrain.data.workers import BatchSource
-from disttrain.errors import ConfigError, DataError
+from disttrain.data.dataset import Position
+from disttrain.errors import DataError
 from disttrain.models.task import Task, task_of
 from disttrain.parallel import collectives
 from disttrain.parallel.layout import Layout
-from disttrain.parallel.mesh import Mesh, found_mesh
+from disttrain.parallel.mesh import Mesh, found_device, found_mesh
 from disttrain.parallel.step import Report, Step, Verdict
 from disttrain.parallel.strategy import Options, Strategy
 from disttrain.parallel.update import LossScale, Update
-from disttrain.train.batch import Feed, Slice, train_positions
-from disttrain.train.evaluate import Evaluator
+from disttrain.train.assembly import make_evaluator, make_feed, run_length, training_order
+from disttrain.train.batch import Slice, train_positions
 from disttrain.train.hooks import Callback, declared, defined
-from disttrain.train.metrics import MetricSet
 from disttrain.train.optimizer import Constant, Schedule, build_optimizer, parameter_groups, tabulate
-from disttrain.train.progress import Progress
+from disttrain.train.progress import Progress, Result
 from disttrain.train.rows import Sums, Window, row_of
 from disttrain.train.state import state_of
 
 if TYPE_CHECKING:
     from disttrain.config.schema import Config
     from disttrain.record import RunFolder
-
-
-@dataclass
-class Result:
-    """How a run ended: 'done', or 'stopped' with the reason, and the last value of every metric."""
-
-    status: str
-    reason: str
-    step: int
-    metrics: dict[str, float]
 
 
 class Trainer:
@@ -88,17 +75,17 @@ class Trainer:
         stop_requested: name of a signal that asks to stop, asked every step.
         """
         self.mesh = mesh or found_mesh()
-        self.device = device or torch.device("cpu")
+        self.device = device or found_device()
         self.callbacks = dict(callbacks) if isinstance(callbacks, Mapping) else {type(one).__name__: one for one in callbacks}
         self.folder, self.config, self.overfit = folder, config, overfit
         self.log_every, self.eval_every = log_every, eval_every
         self.data = adapt.data_module(data)
         fixed = declared(self.callbacks)
         local_batch = global_batch_size // self.mesh.axis("data").size
-        self.part = Slice(self.mesh.axis("data"), global_batch_size, min(fixed.micro_batch_size or local_batch, local_batch))
-        train = _enough(self.data.train(), global_batch_size)
-        order = Order(len(train), global_batch_size, seed, self.data.shuffle)
-        self.num_steps = _num_steps(steps, epochs, order)
+        part = Slice(self.mesh.axis("data"), global_batch_size, min(fixed.micro_batch_size or local_batch, local_batch))
+        train = self.data.train()
+        order = training_order(train, global_batch_size, seed, self.data.shuffle)
+        self.num_steps = run_length(steps, epochs, order)
 
         self.strategy = Strategy(self.mesh, options or Options(), self.device, seed)
         scale = None if fixed.loss_scale is None else LossScale(fixed.loss_scale, self.device)
@@ -107,8 +94,8 @@ class Trainer:
         groups = parameter_groups(model, self.strategy.parameters, weight_decay)
         factors = tabulate(schedule(self.num_steps), self.num_steps, self.device)
         self.update = Update(build_optimizer(optimizer, groups), factors, clip_norm, scale)
-        self.feed = self.make_feed(train, order)
-        self.evaluator = self._make_evaluator(global_batch_size, metrics or {})
+        self.feed = make_feed(self.data, train, order, part, self.strategy)
+        self.evaluator = make_evaluator(self.data, part, self.strategy, metrics or {})
 
         self.window = Window()
         self.metrics: dict[str, float] = {}
@@ -118,21 +105,6 @@ class Trainer:
         self._on = {name: self._who(name) for name in dir(Callback) if name in Callback.HOOKS or name in _OFFERS}
         self._judges, self._global_judges, self._adapt = (self._who(name) for name in ("judge", "judge_global", "after_update"))
         self.strategy.module.contexts = self._who("forward_context")
-
-    def make_feed(self, dataset: Dataset, order: Order) -> Feed:
-        """This rank's steps of a split."""
-        loading = self.data.loading
-        source = BatchSource(dataset, loading)
-        threaded = self.device.type == "cuda" and source.fits_thread  # on a CPU the thread would only take turns with the step
-        ahead = loading.prefetch if threaded else 0
-        return Feed(source.iterate, order, self.part, self.task, self.device, self.strategy.dtype, ahead, loading.pin_memory)
-
-    def _make_evaluator(self, global_batch_size: int, metrics: Mapping[str, Any]) -> Evaluator | None:
-        split = self.data.validation()
-        if split is None:
-            return None
-        feed = self.make_feed(split, Order(len(split), global_batch_size, 0, shuffle=False))
-        return Evaluator(self.strategy, feed, MetricSet(self.task, metrics, self.mesh.axis("data"), self.device), self.data.bytes_per_token)
 
     # --- what callbacks may look at ----------------------------------------------------------------------------------
 
@@ -172,6 +144,10 @@ class Trainer:
         except BaseException as error:
             self.call("on_exception", error)
             raise
+        finally:
+            self.feed.close()
+            if self.evaluator is not None:
+                self.evaluator.feed.close()
         status = "stopped" if self._stop_reason else "done"
         return Result(status, self._stop_reason, self.progress.step, self.metrics)
 
@@ -313,18 +289,3 @@ def _agreed(verdict: Verdict, ending: bool) -> frozenset[str]:
     if ending:
         return frozenset({"log", "save", "stop"})
     return frozenset({"save"}) if verdict is Verdict.SAVE else frozenset()
-
-
-def _enough(train: Dataset, global_batch_size: int) -> Dataset:
-    if len(train) < global_batch_size:
-        raise DataError(
-            f"the training split has {len(train)} samples, fewer than one global batch (train.global_batch_size={global_batch_size})",
-            f"train.global_batch_size={max(1, len(train))}, or more data by the keys of dataset",
-        )
-    return train
-
-
-def _num_steps(steps: int | None, epochs: int | None, order: Order) -> int:
-    if (steps is None) == (epochs is None):
-        raise ConfigError(f"a run has a number of steps or of epochs; found steps={steps} and epochs={epochs}", "train.steps=400")
-    return steps if steps is not None else int(epochs or 0) * order.steps_per_epoch

@@ -27,6 +27,7 @@ from disttrain.models.task import Classification
 from disttrain.parallel import collectives
 from disttrain.parallel.layout import Copy, Layout, Sum
 from disttrain.parallel.step import Report, Step
+from disttrain.train.assembly import make_feed
 from disttrain.train.batch import train_positions
 from disttrain.train.trainer import Trainer
 from disttrain.verify import masks
@@ -39,7 +40,8 @@ def prepared(config: Config, place: Place) -> Trainer:
     trainer = build.build_trainer(config, None, place)
     size = config.train.global_batch_size
     dataset = Uneven(trainer.data.train(), size + size // 2 + 1, isinstance(trainer.task, Classification))
-    trainer.feed = trainer.make_feed(dataset, Order(len(dataset), size, config.seed))
+    order = Order(len(dataset), size, config.seed)
+    trainer.feed = make_feed(trainer.data, dataset, order, trainer.feed.part, trainer.strategy)
     return trainer
 
 

@@ -13,6 +13,7 @@ from disttrain.data.module import DataModule, Loading
 from disttrain.launch.place import Place
 from disttrain.launch.world import run_world
 from disttrain.parallel.step import Report
+from disttrain.train.assembly import make_feed
 from disttrain.train.hooks import Callback
 from disttrain.train.trainer import Trainer
 from tests import tiny
@@ -111,8 +112,8 @@ class Split:
 
 def with_samples(trainer: Trainer, data: Samples) -> Trainer:
     """The trainer, fed with other training data."""
-    order = type(trainer.feed.order)(data.length, trainer.part.global_batch_size, trainer.feed.order.seed)
-    trainer.feed = trainer.make_feed(data.train(), order)
+    order = type(trainer.feed.order)(data.length, trainer.feed.part.global_batch_size, trainer.feed.order.seed)
+    trainer.feed = make_feed(trainer.data, data.train(), order, trainer.feed.part, trainer.strategy)
     return trainer
 
 

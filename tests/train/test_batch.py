@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def feed(rank: int = 0, ranks: int = 1, length: int = 21, micro: int = 2) -> Feed:
     data = Samples(length, tokens)
     part = Slice(Axis("data", ranks, rank, tuple(range(ranks))), 8, micro)
-    return Feed(BatchSource(data.train(), data.loading).iterate, Order(length, 8, seed=0), part, Classification("tokens"), CPU)
+    return Feed(BatchSource(data.train(), data.loading), Order(length, 8, seed=0), part, Classification("tokens"), CPU)
 
 
 def steps_of(one: Feed) -> list[Step]:

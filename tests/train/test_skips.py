@@ -14,6 +14,7 @@ from disttrain.data.dataset import Position
 from disttrain.launch.place import Place
 from disttrain.launch.world import run_world as run_ranks
 from disttrain.parallel.step import Report
+from disttrain.train.assembly import make_feed
 from disttrain.train.batch import train_positions
 from disttrain.train.hooks import Callback
 from disttrain.train.trainer import Trainer
@@ -104,7 +105,7 @@ def test_ignored_targets_count_nothing_even_all_of_a_ranks_or_of_a_step(run_worl
     def run(place: Place) -> dict[str, Any]:
         trainer = trainer_of(place, dp=2, steps=4, dtype="float64", scheduler=WARMUP, **EVERY_STEP)
         order = type(trainer.feed.order)(16, 8, 0, shuffle=False)
-        trainer.feed = trainer.make_feed(Samples(16, make).train(), order)
+        trainer.feed = make_feed(trainer.data, Samples(16, make).train(), order, trainer.feed.part, trainer.strategy)
         steps = list(trainer.feed.steps(train_positions(order, 0, Position(), 2)))
         weights = [copy_of(trainer)]
         trainer._on["on_train_step_end"].append(lambda t, report: weights.append(copy_of(t)))

@@ -1,0 +1,49 @@
+"""The parts of a trainer that its data decides: how long a run is, and what feeds and measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from disttrain.data.dataset import DataModule, Dataset, Order
+from disttrain.data.workers import BatchSource
+from disttrain.errors import ConfigError, DataError
+from disttrain.parallel.strategy import Strategy
+from disttrain.train.batch import Feed, Slice
+from disttrain.train.evaluate import Evaluator
+from disttrain.train.metrics import MetricSet
+
+
+def training_order(train: Dataset, global_batch_size: int, seed: int, shuffle: bool) -> Order:
+    """The order of global batches; DataError for fewer samples than one of them."""
+    if len(train) < global_batch_size:
+        raise DataError(
+            f"the training split has {len(train)} samples, fewer than one global batch (train.global_batch_size={global_batch_size})",
+            f"train.global_batch_size={max(1, len(train))}, or more data by the keys of dataset",
+        )
+    return Order(len(train), global_batch_size, seed, shuffle)
+
+
+def run_length(steps: int | None, epochs: int | None, order: Order) -> int:
+    """Number of steps; ConfigError unless exactly one of both is given."""
+    if (steps is None) == (epochs is None):
+        raise ConfigError(f"a run has a number of steps or of epochs; found steps={steps} and epochs={epochs}", "train.steps=400")
+    return steps if steps is not None else int(epochs or 0) * order.steps_per_epoch
+
+
+def make_feed(data: DataModule, dataset: Dataset, order: Order, part: Slice, strategy: Strategy) -> Feed:
+    """This rank's steps of a split."""
+    source = BatchSource(dataset, data.loading)
+    threaded = strategy.device.type == "cuda" and source.fits_thread  # on a CPU the thread would only take turns with the step
+    ahead = data.loading.prefetch if threaded else 0
+    return Feed(source, order, part, strategy.task, strategy.device, strategy.dtype, ahead, data.loading.pin_memory)
+
+
+def make_evaluator(data: DataModule, part: Slice, strategy: Strategy, metrics: Mapping[str, Any]) -> Evaluator | None:
+    """What measures the validation split; None without one."""
+    split = data.validation()
+    if split is None:
+        return None
+    feed = make_feed(data, split, Order(len(split), part.global_batch_size, 0, shuffle=False), part, strategy)
+    measured = MetricSet(strategy.task, metrics, strategy.mesh.axis("data"), strategy.device)
+    return Evaluator(strategy, feed, measured, data.bytes_per_token)
