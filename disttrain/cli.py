@@ -147,6 +147,9 @@ def _compose_and_run(verb: str, words: list[str], environment: Environment) -> i
         if verb == "verify":
             if not environment.is_alone:
                 raise ConfigError(f"verify starts its own ranks, so {environment.launcher} can't", "python -m disttrain verify ...")
+            from disttrain.launch.local import import_warm
+
+            import_warm()
             from disttrain.verify import verb as verify
 
             return verify.main(ready(config, environment, os.getcwd()), request.overrides)

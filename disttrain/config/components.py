@@ -135,6 +135,7 @@ def _find(target: str, place: str) -> Callable[..., Any]:
     module, _, name = target.rpartition(".")
     if module.split(".")[0] in sys.stdlib_module_names:
         raise ConfigError(f"{place}._target_={target} is part of Python and can't be a component", f"{place}._target_=my_package.MyClass")
+    without_torch = "torch" not in sys.modules
     try:
         found = getattr(importlib.import_module(module), name)
     except ImportError as error:
@@ -146,6 +147,8 @@ def _find(target: str, place: str) -> Callable[..., Any]:
         raise ConfigError(f"{place}._target_={target}: {module} has no {name}", f"{place}._target_={module}.<class>") from error
     if not callable(found):
         raise ConfigError(f"{place}._target_={target} is neither a class nor a function", f"{place}._target_=my_package.MyClass")
+    if without_torch and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # before it computes: ranks can be forked only from a process without its threads
     return found  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,22 @@ class LossScale:
         )
 
 
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The optimizer's step, for torch's own without the wrapper: that imports torch's compiler (over a second on every rank)."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        return optimizer.step
+    bare = torch.no_grad()(inspect.unwrap(kind.step))
+
+    def step() -> None:
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            optimizer.step()
+        else:
+            bare(optimizer)
+
+    return step
+
+
 class Update:
     """Applies an optimizer to summed gradients. Unscaling and clipping are one device factor; SKIP is `found_inf`.
 
@@ -49,6 +66,7 @@ class Update:
         self.skipped = torch.zeros((), dtype=torch.float64, device=factors.device)
         """Calls that made no update, counted on the device."""
         self._factors = factors
+        self._step = _bare_step(optimizer)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._bases = [float(group["lr"]) for group in optimizer.param_groups]
@@ -72,11 +90,11 @@ class Update:
         if self._on_device:
             self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
             self.optimizer.found_inf = skip  # type: ignore[attr-defined]
-            self.optimizer.step()
+            self._step()
         elif not bool(skip):
             if divisor is not None:
                 torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], divisor)
-            self.optimizer.step()
+            self._step()
         for parameter in self._parameters:
             parameter.grad = None
         self.num_calls += 1
@@ -130,7 +148,7 @@ class Update:
         before = [] if self._on_device else [parameter.detach().clone() for parameter in self._parameters]
         if self._on_device:
             self.optimizer.grad_scale, self.optimizer.found_inf = None, self._one  # type: ignore[attr-defined]
-        self.optimizer.step()
+        self._step()
         with torch.no_grad():
             for parameter, value in zip(self._parameters, before, strict=False):
                 parameter.copy_(value)
