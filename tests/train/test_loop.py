@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from disttrain.checkpoint.save import save
 from disttrain.checkpoint.state import State
 from disttrain.data.dataset import Position
 from disttrain.launch.outcome import WorldError
@@ -19,7 +18,6 @@ from disttrain.launch.world import run_world as run_ranks
 from disttrain.parallel.step import Report, Verdict
 from disttrain.train.batch import train_positions
 from disttrain.train.hooks import Callback, StepPolicy
-from disttrain.train.state import restore, state_of
 from disttrain.train.trainer import Trainer
 from tests import tiny
 from tests.train.runs import EVERY_STEP, curve, notes_of, rows, trainer_of
@@ -212,76 +210,6 @@ def test_a_second_set_of_weights_is_evaluated_and_the_own_ones_come_back(run_wor
     for own, again, doubled, by_hand in run_world(entry):
         assert own == again != doubled
         assert doubled == pytest.approx(by_hand, rel=1e-6)
-
-
-# --- going on ----------------------------------------------------------------------------------------------------------
-
-
-def first_half(place: Place, folder: Path, **config: Any) -> None:
-    """Three steps of six, saved in the middle of the second epoch."""
-
-    class Saver(Callback):
-        def due(self, trainer: Trainer, step: int) -> frozenset[str]:
-            return frozenset({"save"}) if step == 4 else frozenset()
-
-    trainer = trainer_of(place, **config)
-    trainer._on["due"].append(Saver().due)
-    trainer._on["on_save_checkpoint"].append(
-        lambda t, state: save(state, folder, t.mesh) if t.progress.step == 4 and not folder.exists() else None
-    )
-    trainer.fit()
-
-
-def second_half(place: Place, folder: Path, **config: Any) -> list[dict[str, float]]:
-    trainer = trainer_of(place, **config)
-    notes = restore(trainer, folder)
-    assert notes == []
-    assert trainer.progress.step == 4
-    trainer.fit()
-    return notes_of(trainer).rows
-
-
-COMMON: dict[str, Any] = {
-    "steps": 8,
-    "dataset": THREE_A_EPOCH | {"uneven": True},
-    "dtype": "float64",
-    "scheduler": {"_target_": "disttrain.train.optimizer.Cosine", "warmup_steps": 5},
-    **EVERY_STEP,
-}
-
-
-@pytest.mark.world(2)
-@pytest.mark.parametrize("optimizer", [tiny.ADAMW, tiny.SGD | {"momentum": 0.9}], ids=["adamw", "momentum"])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [({}, {}), ({"tp": 2}, {"tp": 2}), ({"tp": 2, "sequence_parallel": True}, {"dp": 2}), ({"dp": 2}, {}), ({}, {"tp": 2})],
-    ids=["same", "same tp", "tp to ddp", "ddp to one", "one to tp"],
-)
-def test_a_restored_run_goes_on_as_if_unbroken_in_any_layout(
-    before: dict[str, Any], after: dict[str, Any], optimizer: dict[str, Any], tmp_path: Path
-) -> None:
-    folder = tmp_path / "step-4"
-    config = COMMON | {"optimizer": optimizer}
-    run_ranks(lambda place: first_half(place, folder, **config, **before), before.get("dp", 1) * before.get("tp", 1))
-    whole = rows(**config, **after)
-    resumed = run_ranks(lambda place: second_half(place, folder, **config, **after), after.get("dp", 1) * after.get("tp", 1))
-    for part, unbroken in zip(resumed, whole, strict=True):
-        assert [row["step"] for row in part] == [5, 6, 7, 8]
-        for row, wanted in zip(part, unbroken[4:], strict=True):
-            assert row == pytest.approx(wanted, rel=0 if before == after else 1e-11)
-
-
-@pytest.mark.world(2)
-def test_state_holds_each_moment_as_its_parameter_lies(run_world: RunWorld) -> None:
-    def entry(place: Place) -> dict[str, bool]:
-        trainer = trainer_of(place, tp=2, steps=1)
-        trainer.fit()
-        state = state_of(trainer)
-        moments = {name: held for name, held in state.tensors.items() if name.startswith("optimizer/") and name.endswith("exp_avg")}
-        assert len(moments) == len(trainer.parameters)
-        return {name: layout == trainer.layouts[name.split("/")[1]] for name, (_, layout) in moments.items()}
-
-    assert all(all(part.values()) for part in run_world(entry))
 
 
 # --- overfit --------------------------------------------------------------------------------------------------------------
