@@ -60,9 +60,9 @@ def validate(model: nn.Module, split: Any, batch_size: int) -> float:
 
 
 def rate(config: dict[str, Any], update: int, num_steps: int) -> float:
-    """Learning rate of an update: linear warm-up, then half a cosine down to `min_factor` of it."""
+    """Learning rate of an update: linear warm-up (a twentieth of the run unless told), then half a cosine down to `min_factor` of it."""
     base, schedule = config["optimizer"]["lr"], config["scheduler"]
-    warmup = schedule.get("warmup_steps", 0)
+    warmup = num_steps // 20 if schedule["warmup_steps"] is None else schedule["warmup_steps"]
     if update < warmup:
         return float(base * (update + 1) / warmup)
     if schedule["_target_"].endswith("Constant"):
