@@ -18,13 +18,16 @@ from pathlib import Path
 
 from disttrain.errors import LaunchError
 from disttrain.launch.outcome import DONE, FAILED, USER_ERROR, Outcome
-from disttrain.launch.processes import RankProcess, end, first_failure
+from disttrain.launch.processes import RankProcess, end, first_failure, wait_all
 from disttrain.launch.rank import Assignment, Entry
 from disttrain.launch.signals import StopSignals
 from disttrain.launch.wire import SharedFile, StopPage
 
 POLL_SECONDS = 0.2
 """How late the supervisor sees a signal or a deadline; the end of a rank wakes it at once."""
+LEAVE_SECONDS = 3.0
+"""From a rank's failure to the end of the others. A collective with a rank that has gone fails at once, so they can tell
+their callbacks (W&B marks the run as failed); one that is stuck elsewhere hears nothing and is ended."""
 
 
 def say(message: str) -> None:
@@ -106,6 +109,8 @@ class Supervisor:
                     for rank in range(self.world_size):
                         ranks.append(self._start(rank, attempt, entry, store, stop))
                 cut_short = self._watch(ranks, signals)
+                if cut_short is None:
+                    wait_all(ranks, LEAVE_SECONDS)
                 failure = first_failure(ranks)
                 end(ranks)
                 results = [(rank.answer() or (None, None))[1] for rank in ranks]

@@ -125,14 +125,15 @@ def end(ranks: Sequence[RankProcess]) -> None:
     below = _descendants(ranks)
     for rank in ranks:
         rank.send(signal.SIGTERM)
-    _wait_all(ranks, DIE_SECONDS)
+    wait_all(ranks, DIE_SECONDS)
     for rank in ranks:
         rank.send(signal.SIGKILL)
-    _wait_all(ranks, float("inf"))
+    wait_all(ranks, float("inf"))
     _end_orphans(below)
 
 
-def _wait_all(ranks: Sequence[RankProcess], seconds: float) -> None:
+def wait_all(ranks: Sequence[RankProcess], seconds: float) -> None:
+    """Come back when all have ended, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while (alive := [rank for rank in ranks if rank.poll() is None]) and time.monotonic() < deadline:
         RankProcess.wait_any(alive, min(deadline - time.monotonic(), 1.0))
