@@ -1,4 +1,4 @@
-"""Callbacks that runs of the command line carry: one tells what its rank sees, one fails."""
+"""What runs of the command line carry: callbacks that tell what their rank sees or fail, and a data set of a user's own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from disttrain.record import write_json
 from disttrain.train.hooks import Callback
@@ -60,3 +62,14 @@ class Fails(Callback):
         while not any(file.stat().st_size > 7 for file in trainer.folder.path.glob("wandb/*/*.wandb")):
             assert time.monotonic() < deadline, "W&B has not opened its file"
             time.sleep(0.05)
+
+
+class Sequences(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """What a user may bring: samples with a length and an index."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = (torch.arange(9) * (1 + index)) % 32
+        return tokens[:-1], tokens[1:]
