@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,11 +46,12 @@ class AMP(StepPolicy):
         return Declaration(precision=Precision(self.dtype), loss_scale=self.rule if self.precision == "fp16" else None)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast on every kind of device that this process computes on."""
-        if self.precision == "fp32":
-            return nullcontext()
-        context = ExitStack()
-        context.enter_context(torch.autocast("cpu", self.dtype))
-        if torch.cuda.is_initialized():
-            context.enter_context(torch.autocast("cuda", self.dtype))
-        return context
+        """Autocast on every kind of device that this process computes on. Nothing is entered before the context is."""
+        return nullcontext() if self.precision == "fp32" else _autocast(self.dtype)
+
+
+@contextmanager
+def _autocast(dtype: torch.dtype) -> Iterator[None]:
+    on_gpu = torch.autocast("cuda", dtype) if torch.cuda.is_initialized() else nullcontext()
+    with torch.autocast("cpu", dtype), on_gpu:
+        yield
