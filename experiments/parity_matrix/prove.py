@@ -4,6 +4,10 @@
 
 Each row composes a config as the command line would and proves it: start, batches, gradients, their norm, loss and
 updates of three steps against one device. The numbers are the largest relative errors. Exits 1 if any layout is not equal.
+
+Half precisions compare the first step only. Two updates later the gradient of a key projection is a small difference of
+large numbers: there one device in bf16 was 6 % from one in float64, and four tensor ranks 14 % (llama_tiny), which says
+nothing about layouts.
 """
 
 from __future__ import annotations
@@ -67,6 +71,8 @@ class Case:
     def overrides(self) -> list[str]:
         """What would be typed behind `verify`."""
         words = [*STRATEGIES[self.strategy], *MODELS[self.model], f"verify.dtype={self.dtype}", "launch.device=cpu"]
+        if self.dtype in ("bf16", "fp16"):
+            words.append("verify.steps=1")
         if self.model.startswith("llama") and "tensor_parallel 4" in self.strategy:
             words.append("model.num_kv_heads=4")  # as many as ranks share them
         return words

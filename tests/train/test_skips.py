@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from disttrain.callbacks.amp import AMP
 from disttrain.data.dataset import Position
 from disttrain.launch.place import Place
 from disttrain.launch.world import run_world as run_ranks
@@ -84,14 +85,25 @@ def test_an_overflow_on_one_rank_is_everybodys(layout: dict[str, int], name: str
 @pytest.mark.world(2)
 def test_fp16_and_bf16_follow_float32(run_world: RunWorld) -> None:
     """D02: the norm that is logged, and clipped by, is unscaled."""
-    plain = rows(steps=6, tp=2, **EVERY_STEP)[0]
+    fast = {"steps": 10, "tp": 2, "optimizer": tiny.ADAMW | {"lr": 3e-3}, "dataset": tiny.TOKENS | {"num_samples": 8}, **EVERY_STEP}
+    plain = rows(**fast)[0]
+    assert plain[-1]["train/loss"] < plain[0]["train/loss"] - 0.2, "weights that do not move in half precision would pass"
     for precision in ("fp16", "bf16"):
         amp = {"amp": {"_target_": "disttrain.callbacks.amp.AMP", "precision": precision}}
-        half = rows(steps=6, tp=2, callbacks=amp, **EVERY_STEP)[0]
+        half = rows(callbacks=amp, **fast)[0]
         for key, tolerance in (("train/loss", 1e-2), ("train/grad_norm", 2e-2)):
             assert [row[key] for row in half] == pytest.approx([row[key] for row in plain], rel=tolerance)
         assert [row["train/loss"] for row in half] != [row["train/loss"] for row in plain]
         assert half[-1]["train/skipped_updates"] == 0
+
+
+def test_autocast_begins_where_its_context_is_entered() -> None:
+    """A context that was made and never entered would keep autocast on, and its cache of half weights forever."""
+    context = AMP("bf16").forward_context()
+    assert not torch.is_autocast_enabled("cpu")
+    with context:
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.world(2)
