@@ -17,6 +17,9 @@ from disttrain.data.seeds import derive, sample_seeds
 
 __all__ = ["VOID", "DataModule", "Dataset", "Kind", "Loading", "Order", "Position", "sample_seeds"]
 
+SEED_WINDOW = 64
+"""Batches whose seeds are worked out at once."""
+
 VOID = -1
 """Index of a sample that fills up a batch and counts for nothing."""
 
@@ -59,6 +62,8 @@ class Order:
         self.steps_per_epoch = -(-length // global_batch_size)
         self._epoch = -1
         self._permutation: Tensor | None = None
+        self._seeded = (-1, -1)
+        self._seeds = torch.empty(0, dtype=torch.int64)
 
     def global_batch(self, position: Position) -> Tensor:
         """Sample numbers [global_batch_size] of the batch at `position`, VOID where the epoch has run out."""
@@ -70,6 +75,20 @@ class Order:
             rows = torch.arange(start, min(start + self.global_batch_size, self.length))
         missing = self.global_batch_size - rows.numel()
         return rows if missing == 0 else torch.cat([rows, torch.full((missing,), VOID)])
+
+    def num_samples(self, position: Position) -> int:
+        """How many of the batch at `position` are no VOID; they come first."""
+        return min(self.global_batch_size, self.length - position.step * self.global_batch_size)
+
+    def seeds(self, position: Position) -> Tensor:
+        """Each sample's own seed [global_batch_size] of the batch at `position`; of VOID ones nothing is meant."""
+        window, offset = divmod(position.step, SEED_WINDOW)
+        if (position.epoch, window) != self._seeded:
+            ahead = min(SEED_WINDOW, self.steps_per_epoch - window * SEED_WINDOW)
+            batches = [self.global_batch(Position(position.epoch, window * SEED_WINDOW + step)) for step in range(ahead)]
+            self._seeds = sample_seeds(self.seed, position.epoch, torch.cat(batches))
+            self._seeded = (position.epoch, window)
+        return self._seeds[offset * self.global_batch_size : (offset + 1) * self.global_batch_size]
 
     def _of(self, epoch: int) -> Tensor:
         if epoch != self._epoch or self._permutation is None:

@@ -100,7 +100,7 @@ class Regression:
 
 def _per_sample(values: Tensor) -> Tensor:
     """Sums over all dimensions but the first."""
-    return values.reshape(values.shape[0], -1).sum(1)
+    return values if values.dim() == 1 else values.reshape(values.shape[0], -1).sum(1)
 
 
 def task_of(model: nn.Module) -> Task:

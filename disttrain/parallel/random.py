@@ -14,9 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from disttrain.parallel.mesh import Mesh
-
 _MASK = (1 << 63) - 1
+_STRIDE = 0x9E3779B97F4A7C15
 
 
 def mix(*numbers: int) -> int:
@@ -32,10 +31,10 @@ def mix(*numbers: int) -> int:
 class Streams:
     """The default stream, shared in the tensor group, and the rank's own."""
 
-    def __init__(self, mesh: Mesh, seed: int, device: torch.device) -> None:
-        self.seed = seed
-        self._shared = mesh.axis("data").index
-        self._own = mesh.axis("tp").index
+    def __init__(self, seed: int, device: torch.device, data_index: int = 0, tensor_index: int = 0) -> None:
+        """The indices are this rank's on the axes `data` and `tp`."""
+        self._base = mix(seed, data_index)
+        self._own_base = mix(seed, data_index, 1 + tensor_index)
         self._generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         self._own_state: Tensor | None = None
         self._step = 0
@@ -43,7 +42,7 @@ class Streams:
     def begin(self, step: int) -> None:
         """Seed for one step."""
         self._step = step
-        self._generator.manual_seed(mix(self.seed, step, self._shared))
+        self._generator.manual_seed((self._base + step * _STRIDE) & _MASK)
         self._own_state = None
 
     def state(self) -> Tensor:
@@ -55,7 +54,7 @@ class Streams:
         """Draw from the rank's own stream inside the block."""
         shared_state = self._generator.get_state()
         if self._own_state is None:
-            self._generator.manual_seed(mix(self.seed, self._step, self._shared, 1 + self._own))
+            self._generator.manual_seed((self._own_base + self._step * _STRIDE) & _MASK)
         else:
             self._generator.set_state(self._own_state)
         try:

@@ -73,9 +73,16 @@ class Step:
 
 @dataclass
 class Local:
-    """This rank's numbers of one step. `losses` are sums by term and micro-batch [terms, micro], unscaled."""
+    """This rank's numbers of one step."""
 
-    losses: Tensor
+    sums: list[Tensor]
+    """Loss sums, unscaled, float64: all terms of the first micro-batch, then of the next."""
+    num_terms: int
+
+    @property
+    def losses(self) -> Tensor:
+        """The sums by micro-batch and term [micro, terms]."""
+        return torch.stack(self.sums).view(-1, self.num_terms)
 
 
 @dataclass
@@ -83,7 +90,7 @@ class Report:
     """The agreed numbers of one step: views of one vector, summed once over the world. All on the device."""
 
     losses: Tensor
-    """Loss sums by term and micro-batch index [terms, micro], over data ranks."""
+    """Loss sums by micro-batch index and term [micro, terms], over data ranks."""
     counts: Tensor
     """Valid targets by term [terms]."""
     grad_norm: Tensor
@@ -98,7 +105,7 @@ class Report:
     @property
     def loss(self) -> Tensor:
         """Mean loss over the valid targets of the global batch (all terms)."""
-        return (self.losses.sum(1) / self.counts.clamp(min=1.0)).sum()
+        return (self.losses.sum(0) / self.counts.clamp(min=1.0)).sum()
 
     @property
     def overflow(self) -> Tensor:

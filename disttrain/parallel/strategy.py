@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,11 @@ class Strategy:
         self.options = options
         self.device = device
         self.seed = seed
-        self.streams = Streams(mesh, seed, device)
         self.loss_scale: LossScale | None = None
         self.layouts: dict[str, Layout] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self._world, self._data, self._tp = mesh.axis("world"), mesh.axis("data"), mesh.axis("tp")
+        self.streams = Streams(seed, device, self._data.index, self._tp.index)
         self._speaks = 1.0 if self._tp.index == 0 else 0.0
 
     # --- before the first step ---------------------------------------------------------------------------------
@@ -115,25 +115,27 @@ class Strategy:
 
     def forward_backward(self, step: Step) -> Local:
         """Run every micro-batch in both directions. Gradients come out as sums over the global batch, scaled."""
-        weights = self._loss_weights(_counted(step))
+        weights = self._loss_weights(step)
         self.streams.begin(step.number)
-        losses: list[Tensor] = []
+        sums: list[Tensor] = []
         for index, batch in enumerate(step.micro):
             if self.reducer is not None and index == len(step.micro) - 1:
                 self.reducer.arm()
-            terms = self.module(batch.inputs, batch.targets)
-            sums = [_valid(per_sample, batch.valid).sum() for per_sample in terms.values()]
-            total = sums[0] * weights[0]
-            for value, weight in zip(sums[1:], weights[1:], strict=True):
-                total = total + value * weight
-            total.backward()
-            losses.extend(value.detach() for value in sums)
-        return Local(torch.stack(losses).view(len(step.micro), -1).t())
+            terms = list(self.module(batch.inputs, batch.targets).values())
+            # the gradient of sum(weight * loss of each sample) is the weights themselves: no node for sum or product
+            given = [_valid(_each(weight, term), batch.valid) for term, weight in zip(terms, weights, strict=True)]
+            torch.autograd.backward(terms, given)
+            sums.extend(_valid(term.detach(), batch.valid).sum(dtype=torch.float64) for term in terms)
+        return Local(sums, len(weights))
 
-    def _loss_weights(self, counts: Tensor) -> list[Tensor]:
+    def _loss_weights(self, step: Step) -> Sequence[Tensor | float]:
         """loss scale / count, by term."""
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value.double()
-        return list((scale / counts.clamp(min=1.0)).to(self.dtype).unbind())
+        if self._data.size == 1 and self.loss_scale is None:  # nobody else holds samples, so the host knows the counts
+            return [1.0 / max(count, 1.0) for count in step.local_counts.values()]
+        weights = _counted(step).clamp(min=1.0).reciprocal()
+        if self.loss_scale is not None:
+            weights *= self.loss_scale.value
+        return list(weights.to(self.dtype).unbind())
 
     def finish(
         self,
@@ -152,7 +154,7 @@ class Strategy:
         self._complete_gradients()
         vector = self._pack(local, self._squares(), verdicts, flags, measured, following)
         collectives.all_reduce_(vector, self._world)
-        return self._unpack(vector, local.losses.shape, len(measured), step, following)
+        return self._unpack(vector, local, len(measured), step, following)
 
     def _complete_gradients(self) -> None:
         """Sum gradients that are in parts over an axis: the reducer's buckets; then norms and row biases under sequence parallelism."""
@@ -169,15 +171,13 @@ class Strategy:
 
     def _squares(self) -> Tensor:
         """Float64 sum of squares of this rank's gradients, each element weighted by 1 / replicas."""
-        grads = [parameter.grad for parameter in self._trained]
-        weights = self._norm_weights
-        if any(grad is None for grad in grads):
-            held = [index for index, grad in enumerate(grads) if grad is not None]
-            if not held:
-                return torch.zeros((), dtype=torch.float64, device=self.device)
-            weights = weights[held]
-        norms = torch._foreach_norm([grad for grad in grads if grad is not None], 2, dtype=torch.float64)
-        return torch.stack(norms).square() @ weights
+        held = [index for index, parameter in enumerate(self._trained) if parameter.grad is not None]
+        if not held:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        weights = self._norm_weights if len(held) == len(self._trained) else self._norm_weights[held]
+        norms = torch._foreach_norm([cast(Tensor, self._trained[index].grad) for index in held], 2, dtype=torch.float64)
+        norm = torch.stack(norms)
+        return (norm * norm) @ weights
 
     def grad_norm(self) -> Tensor:
         """True global norm of the gradients as they are, unscaled; a sum over the world of its own."""
@@ -197,23 +197,20 @@ class Strategy:
         following: Step | None,
     ) -> Tensor:
         """[losses, squares, next counts, verdicts, measured by rank]; float64. Ranks with the same samples speak once."""
-        losses = local.losses.double().flatten()
-        if self._speaks == 0.0:
-            losses = losses * 0.0  # not zeros: a NaN must be seen wherever it is
-        counts = [0.0] * local.losses.shape[0] if following is None else [n * self._speaks for n in following.local_counts.values()]
+        sums = local.sums if self._speaks else [value * 0.0 for value in local.sums]  # not zeros: a NaN must be seen wherever it is
+        counts = [0.0] * local.num_terms if following is None else [n * self._speaks for n in following.local_counts.values()]
         slots = [0.0] * (len(measured) * self._world.size)
         slots[self._world.index * len(measured) : (self._world.index + 1) * len(measured)] = measured
         host = torch.tensor([*counts, *(flags or _NO_FLAGS), *slots], dtype=torch.float64).to(self.device, non_blocking=True)
-        vector = torch.cat([losses, squares[None], host])
+        vector = torch.cat([torch.stack([*sums, squares]), host])
         for verdict in verdicts:
-            vector[losses.numel() + 1 + len(counts) :][: len(Verdict)] += verdict
+            vector[len(sums) + 1 + len(counts) :][: len(Verdict)] += verdict
         return vector
 
-    def _unpack(self, vector: Tensor, shape: torch.Size, num_measured: int, step: Step, following: Step | None) -> Report:
-        terms, micro = shape
+    def _unpack(self, vector: Tensor, local: Local, num_measured: int, step: Step, following: Step | None) -> Report:
         counts = _counted(step)
         losses, squares, next_counts, verdict, measured = vector.split(
-            [terms * micro, 1, terms, len(Verdict), num_measured * self._world.size]
+            [len(local.sums), 1, local.num_terms, len(Verdict), num_measured * self._world.size]
         )
         if following is not None:
             following.counts = next_counts
@@ -222,7 +219,8 @@ class Strategy:
             norm = norm / self.loss_scale.value
         update = norm.isfinite() & counts.any() & (verdict[Verdict.SKIP] == 0)
         skip = update.logical_not().float()
-        return Report(losses.view(terms, micro), counts, norm, verdict, skip, measured.view(self._world.size, num_measured))
+        by_rank = measured.view(self._world.size, num_measured)
+        return Report(losses.view(-1, local.num_terms), counts, norm, verdict, skip, by_rank)
 
     def weights(self) -> dict[str, tuple[Tensor, Layout]]:
         """This rank's part of every parameter, and the buffers, which are whole on every rank."""
@@ -267,6 +265,11 @@ _NO_FLAGS = (0.0,) * len(Verdict)
 def _counted(step: Step) -> Tensor:
     assert step.counts is not None, "count the step before it runs"
     return step.counts
+
+
+def _each(weight: Tensor | float, term: Tensor) -> Tensor:
+    """The weight for each sample of a term."""
+    return torch.full_like(term, weight) if isinstance(weight, float) else weight.expand(len(term))
 
 
 def _valid(per_sample: Tensor, valid: Tensor | None) -> Tensor:

@@ -63,8 +63,8 @@ class Update:
         self.loss_scale = loss_scale
         self.clip_norm = clip_norm
         self.num_calls = 0
-        self.skipped = torch.zeros((), dtype=torch.float64, device=factors.device)
-        """Calls that made no update, counted on the device."""
+        self.updates = torch.zeros((), dtype=torch.int64, device=factors.device)
+        """Calls that did make an update, counted on the device."""
         self._factors = factors
         self._step = _bare_step(optimizer)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -73,6 +73,7 @@ class Update:
         self._uniform = len(set(self._bases)) == 1
         self._one = torch.ones((), dtype=torch.float32, device=factors.device)
         self.rate = torch.zeros((), dtype=torch.float32, device=factors.device)
+        self._excess = torch.ones((), dtype=torch.float32, device=factors.device)
         if self._on_device:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate if self._uniform else torch.zeros_like(self.rate)
@@ -98,7 +99,7 @@ class Update:
         for parameter in self._parameters:
             parameter.grad = None
         self.num_calls += 1
-        self.skipped += skip
+        self.updates += skip == 0
         if self.loss_scale is not None:
             self.loss_scale.adapt(report.overflow)
 
@@ -107,16 +108,16 @@ class Update:
         scale = None if self.loss_scale is None else self.loss_scale.value
         if self.clip_norm is None:
             return scale
-        excess = (report.grad_norm / self.clip_norm).clamp(min=1.0).to(torch.float32)
-        return excess if scale is None else excess * scale
+        torch.div(report.grad_norm.clamp(min=self.clip_norm), self.clip_norm, out=self._excess)
+        return self._excess if scale is None else self._excess * scale
 
     @property
-    def updates(self) -> Tensor:
-        """Real updates so far, on the device."""
-        return self.num_calls - self.skipped
+    def skipped(self) -> Tensor:
+        """Calls that made none, on the device."""
+        return self.num_calls - self.updates
 
     def _set_rates(self) -> None:
-        factor = self._factors.take(self.updates.long())
+        factor = self._factors.take(self.updates)
         if self._on_device and self._uniform:
             torch.mul(factor, self._bases[0], out=self.rate)
             return
@@ -164,7 +165,7 @@ class Update:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up `state_dict`."""
         self.num_calls = state["num_calls"]
-        self.skipped.fill_(state["skipped"])
+        self.updates.fill_(state["num_calls"] - state["skipped"])
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.value.fill_(state["loss_scale"])
             self.loss_scale.streak.fill_(state["streak"])

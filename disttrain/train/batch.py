@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttrain.data.dataset import VOID, Order, Position, sample_seeds
+from disttrain.data.dataset import VOID, Order, Position
 from disttrain.data.workers import BatchSource, Request
 from disttrain.models.task import Task
 from disttrain.parallel.mesh import Axis
@@ -40,10 +40,14 @@ class Slice:
         """Micro-batches a step."""
         return self.local_batch_size // self.micro_batch_size
 
-    def rows(self, global_indices: Tensor) -> Tensor:
-        """This rank's part of [global_batch_size] sample numbers."""
+    def rows(self, of_batch: Tensor) -> Tensor:
+        """This rank's part of [global_batch_size] numbers."""
         start = self.axis.index * self.local_batch_size
-        return global_indices[start : start + self.local_batch_size]
+        return of_batch[start : start + self.local_batch_size] if self.axis.size > 1 else of_batch
+
+    def num_samples(self, in_batch: int) -> int:
+        """How many of a batch's samples, of which `in_batch` are no void ones, this rank holds."""
+        return max(0, min(self.local_batch_size, in_batch - self.axis.index * self.local_batch_size))
 
 
 class Feed:
@@ -85,36 +89,37 @@ class Feed:
         self._source.close()
 
     def _host_steps(self, positions: Iterator[tuple[int, Position]]) -> Iterator[Step]:
-        asked: queue.SimpleQueue[tuple[int, Tensor]] = queue.SimpleQueue()
+        asked: queue.SimpleQueue[tuple[int, Tensor, int]] = queue.SimpleQueue()
 
         def requests() -> Iterator[Request]:
             for number, position in positions:
                 rows = self.part.rows(self.order.global_batch(position))
-                asked.put((number, rows))
-                # void rows come last, so a whole batch is known by its last row
-                samples = rows if int(rows[-1]) != VOID else torch.where(rows == VOID, rows.max().clamp(min=0), rows)
-                yield samples, sample_seeds(self.order.seed, position.epoch, samples)
+                num_samples = self.part.num_samples(self.order.num_samples(position))
+                asked.put((number, rows, num_samples))
+                samples = rows if num_samples == len(rows) else torch.where(rows == VOID, rows.max().clamp(min=0), rows)
+                yield samples, self.part.rows(self.order.seeds(position))
 
         for inputs, targets in self._source.iterate(requests()):
-            number, rows = asked.get()
-            yield self._cut(number, rows, inputs, targets)
+            number, rows, num_samples = asked.get()
+            yield self._cut(number, rows, num_samples, _map(self._ready, inputs), _map(self._ready, targets))
 
-    def _cut(self, number: int, rows: Tensor, inputs: Any, targets: Any) -> Step:
+    def _cut(self, number: int, rows: Tensor, num_samples: int, inputs: Any, targets: Any) -> Step:
         """Count valid targets, then cut the local batch into micro-batches."""
-        inputs, targets = _map(self._as_weights, (inputs, targets))
-        whole = int(rows[-1]) != VOID
-        real = rows != VOID
         counts = self.task.counts(targets)
-        local_counts = {term: float((count if whole else count * real).sum()) for term, count in counts.items()}
+        real = None if num_samples == len(rows) else rows != VOID
+        local_counts = {term: float((count if real is None else count * real).sum()) for term, count in counts.items()}
         size = self.part.micro_batch_size
-        if self.pin_memory:
-            inputs, targets, real = (_map(lambda x: x.pin_memory(), value) for value in (inputs, targets, real))
+        if size == self.part.local_batch_size:
+            return Step(number, [Batch(inputs, targets, real, rows)], local_counts)
         cuts = [slice(start, start + size) for start in range(0, self.part.local_batch_size, size)]
-        micro = [Batch(_rows(inputs, cut), _rows(targets, cut), None if whole else real[cut], rows[cut]) for cut in cuts]
+        micro = [Batch(_rows(inputs, cut), _rows(targets, cut), None if real is None else real[cut], rows[cut]) for cut in cuts]
         return Step(number, micro, local_counts)
 
-    def _as_weights(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype) if x.is_floating_point() else x
+    def _ready(self, x: Tensor) -> Tensor:
+        """In the weights' type, and page-locked where that serves."""
+        if x.is_floating_point() and x.dtype != self.dtype:
+            x = x.to(self.dtype)
+        return x.pin_memory() if self.pin_memory else x
 
 
 def train_positions(order: Order, start_step: int, start: Position, num_steps: int, fixed: bool = False) -> Iterator[tuple[int, Position]]:

@@ -45,7 +45,7 @@ class Sums:
 
     def add(self, report: Report) -> None:
         """Count a step."""
-        self._losses += report.losses.sum(1)
+        self._losses += report.losses.sum(0)
         self._counts += report.counts
 
     def targets_in_window(self) -> Tensor:

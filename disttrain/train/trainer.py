@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +105,8 @@ class Trainer:
         self.sums: Sums | None = None
         self._on = {name: self._who(name) for name in dir(Callback) if name in Callback.HOOKS or name in _OFFERS}
         self._judges, self._global_judges, self._adapt = (self._who(name) for name in ("judge", "judge_global", "after_update"))
-        self.strategy.module.contexts = self._who("forward_context")
+        contexts = self._who("forward_context")
+        self.strategy.module.contexts = [make for make in contexts if not isinstance(make(), nullcontext)]
 
     # --- what callbacks may look at ----------------------------------------------------------------------------------
 

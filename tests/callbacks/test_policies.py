@@ -48,7 +48,7 @@ def drive(guard, losses, skipped=(), trainer=None):
     guard.on_fit_start(trainer)
     found = []
     for step, loss in enumerate(losses):
-        asked = guard.judge(trainer, Local(torch.tensor([[loss, 1.0]])))
+        asked = guard.judge(trainer, Local([torch.tensor(loss), torch.tensor(1.0)], 1))
         agreed = report(loss)
         skip = guard.judge_global(trainer, agreed)
         agreed.skip = torch.maximum(skip, torch.tensor(float(step in skipped)))
@@ -96,7 +96,7 @@ def test_nothing_is_read_on_the_host_between_log_points(monkeypatch):
     """J01: a guard costs no wait for the device."""
     guard, trainer = NaNGuard(), FakeTrainer()
     guard.on_fit_start(trainer)
-    local, agreed = Local(torch.ones(1, 2)), report(1.0)
+    local, agreed = Local([torch.tensor(1.0), torch.tensor(1.0)], 1), report(1.0)
     for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, forbidden)
     guard.judge(trainer, local)

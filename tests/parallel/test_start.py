@@ -118,8 +118,7 @@ def test_streams_follow_from_seed_step_and_place_alone() -> None:
         mesh = Mesh.__new__(Mesh)
         mesh.degrees, mesh.rank, mesh.size = {"pp": 1, "dp_replicate": 2, "dp_outer": 1, "ep": 1, "cp": 1, "tp": 2}, rank, 4
         at = mesh.coordinate()
-        streams = Streams(Mesh(), seed, CPU)
-        streams._shared, streams._own = at["data"], at["tp"]
+        streams = Streams(seed, CPU, at["data"], at["tp"])
         streams.begin(step)
         first = torch.rand(()).item()
         with streams.own():

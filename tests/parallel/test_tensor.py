@@ -251,7 +251,7 @@ def test_half_types_are_the_same_forward_and_backward(dtype: torch.dtype, run_wo
 
 
 def streams() -> Streams:
-    return Streams(Mesh(), 0, CPU)
+    return Streams(0, CPU)
 
 
 def test_heads_that_do_not_divide_are_refused_with_a_degree_that_does() -> None:

@@ -273,8 +273,8 @@ def mean_of_the_ranks_means() -> AbstractContextManager[Any]:
 def short_window_is_divided_by_the_full_count() -> AbstractContextManager[Any]:
     """Void samples count as if they were samples."""
 
-    def uncounted(original: Any, self: Feed, number: int, rows: Tensor, inputs: Any, targets: Any) -> Any:
-        step = original(self, number, rows, inputs, targets)
+    def uncounted(original: Any, self: Feed, number: int, rows: Tensor, num_samples: int, inputs: Any, targets: Any) -> Any:
+        step = original(self, number, rows, num_samples, inputs, targets)
         step.local_counts = {term: float(count.sum()) for term, count in self.task.counts(targets).items()}
         return step
 
@@ -294,8 +294,8 @@ def gradients_times_the_number_of_micro_batches() -> AbstractContextManager[Any]
 
 @fault("ddp_tp", "gradient", "the ranks of axis data", named=("tokens.weight", "norm.weight"))
 def gradients_are_averaged_over_data_ranks() -> AbstractContextManager[Any]:
-    def unweighted(original: Any, self: Strategy, counts: Tensor) -> list[Tensor]:
-        return [weight / self._data.size for weight in original(self, counts)]
+    def unweighted(original: Any, self: Strategy, step: Any) -> list[Tensor]:
+        return [weight / self._data.size for weight in original(self, step)]
 
     return wrapped(Strategy, "_loss_weights", unweighted)
 
@@ -304,7 +304,7 @@ def gradients_are_averaged_over_data_ranks() -> AbstractContextManager[Any]:
 def each_rank_reports_its_own_loss() -> AbstractContextManager[Any]:
     def own_loss(original: Any, self: Strategy, local: Any, *rest: Any) -> Report:
         report = original(self, local, *rest)
-        report.losses = local.losses.double() * self._data.size
+        report.losses = local.losses * self._data.size
         return report
 
     return wrapped(Strategy, "finish", own_loss)
@@ -384,6 +384,6 @@ def heads_share_their_masks() -> AbstractContextManager[Any]:
 def residual_masks_differ_in_the_tensor_group() -> AbstractContextManager[Any]:
     def by_rank(original: Any, self: Any, step: int) -> None:
         original(self, step)
-        self._generator.manual_seed(mix(self.seed, step, dist.get_rank()))
+        self._generator.manual_seed(mix(step, dist.get_rank()))
 
     return wrapped(Streams, "begin", by_rank)
