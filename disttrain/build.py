@@ -28,6 +28,7 @@ from disttrain.parallel.materialise import ShapesOnly
 from disttrain.parallel.mesh import Mesh
 from disttrain.parallel.strategy import Options
 from disttrain.record import RunFolder
+from disttrain.train.assembly import training_order
 from disttrain.train.hooks import Callback
 from disttrain.train.state import load_weights, restore
 from disttrain.train.summary import end_table, start_table
@@ -64,8 +65,10 @@ def data_module(config: Config) -> DataModule:
 
 
 def prepare_data(config: Config) -> None:
-    """Fetch or convert data, once a node, before ranks start."""
-    data_module(config).prepare()
+    """Fetch or convert data, once a node, before ranks start. DataError if it is smaller than one global batch."""
+    module = data_module(config)
+    module.prepare()
+    training_order(module.train(), config.train.global_batch_size, config.seed, module.shuffle)
 
 
 def build_model(config: Config) -> nn.Module:

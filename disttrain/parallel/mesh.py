@@ -119,7 +119,10 @@ def found_mesh() -> Mesh:
     """The world that this process stands in, all of it one data axis; torchrun's is joined if nobody has yet."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_initialized() and world_size > 1:
-        dist.init_process_group()
+        device = found_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(device_id=device if device.type == "cuda" else None)
     if not dist.is_initialized():
         return Mesh()
     return Mesh({"dp_replicate": dist.get_world_size()}, dist.get_rank())

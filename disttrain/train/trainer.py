@@ -103,10 +103,7 @@ class Trainer:
         self._stop_requested = stop_requested
         self._stop_reason = ""
         self.sums: Sums | None = None
-        self._on = {name: self._who(name) for name in dir(Callback) if name in Callback.HOOKS or name in _OFFERS}
-        self._judges, self._global_judges, self._adapt = (self._who(name) for name in ("judge", "judge_global", "after_update"))
-        contexts = self._who("forward_context")
-        self.strategy.module.contexts = [make for make in contexts if not isinstance(make(), nullcontext)]
+        self._listen()
 
     # --- what callbacks may look at ----------------------------------------------------------------------------------
 
@@ -272,6 +269,13 @@ class Trainer:
         return found
 
     # --- hooks -----------------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Find out who wants to be called when, once: the loop then calls nobody who would do nothing."""
+        self._on = {name: self._who(name) for name in dir(Callback) if name in Callback.HOOKS or name in _OFFERS}
+        self._judges, self._global_judges, self._adapt = (self._who(name) for name in ("judge", "judge_global", "after_update"))
+        contexts = self._who("forward_context")
+        self.strategy.module.contexts = [make for make in contexts if not isinstance(make(), nullcontext)]
 
     def _who(self, name: str) -> list[Callable[..., Any]]:
         """The bound `name` of every callback that defines it."""

@@ -9,8 +9,12 @@ from disttrain.config.schema import Config, StrategyConfig
 
 MICRO_BATCH = 2
 CONTEXT = 32
-TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
-"""Largest relative error by precision, unless `verify.tolerance` says otherwise: rounding of sums in another order."""
+TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bf16": 3e-1, "fp16": 6e-2}
+"""Largest relative error by precision, unless `verify.tolerance` says otherwise: rounding of sums in another order.
+
+Of the half types: about twice the largest error seen in three steps of llama_tiny cut over four ranks. They show that a
+layout is not badly wrong; only float64 proves that it is right.
+"""
 
 
 def shrunk(config: Config) -> tuple[Config, list[str]]:
