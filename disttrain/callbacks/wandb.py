@@ -32,7 +32,7 @@ _SWEEP_FOLDER = re.compile(r"\d\d-\d\d-\d\d-\w+")
 _SEEN = "seen.json"
 _FLUSH = "x_transaction_log_flush_interval"
 _FLUSH_SECONDS = 1.0
-_PACE_SECONDS = 0.1
+_PACE_SECONDS = 0.5
 
 
 class WandB(Callback):

@@ -123,7 +123,7 @@ class Adapted(DataModule):
         length: int | None = None,
         validation_length: int | None = None,
         num_workers: int = 0,
-        prefetch: int = 2,
+        prefetch: int = 4,
         pin_memory: bool = True,
     ) -> None:
         """`train` and `validation` are torch data sets (a component each); the lengths are for streams that state none."""

@@ -112,7 +112,7 @@ class Digits(_ImageSet):
         size: int = 28,
         validation_fraction: float = 0.2,
         num_workers: int = 0,
-        prefetch: int = 2,
+        prefetch: int = 4,
         pin_memory: bool = True,
     ) -> None:
         """`size`: pixels a side that images are scaled to; the last `validation_fraction` (other writers) is for validation."""
@@ -149,7 +149,7 @@ class FashionMNIST(_ImageSet):
         f"{split}-{what}-ubyte" for split in ("train", "t10k") for what in ("images-idx3", "labels-idx1")
     )
 
-    def __init__(self, *, data_dir: str = DEFAULT_FOLDER, num_workers: int = 0, prefetch: int = 2, pin_memory: bool = True) -> None:
+    def __init__(self, *, data_dir: str = DEFAULT_FOLDER, num_workers: int = 0, prefetch: int = 4, pin_memory: bool = True) -> None:
         """The files are looked for under `data_dir`/FashionMNIST/raw, and downloaded there if they are missing."""
         super().__init__(data_dir, "1", Loading(num_workers, prefetch, pin_memory))
 

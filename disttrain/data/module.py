@@ -23,7 +23,7 @@ class Loading:
 
     num_workers: int = 0
     """Processes a rank that build batches; 0 builds them in the rank itself."""
-    prefetch: int = 2
+    prefetch: int = 4
     """Batches made ready ahead (by each worker, if there are any)."""
     pin_memory: bool = True
     """Page-locked host memory, from which copies to a GPU need no waiting; without a GPU it means nothing."""

@@ -40,7 +40,7 @@ class Synthetic(DataModule):
         uneven: bool = False,
         seed: int = 0,
         num_workers: int = 0,
-        prefetch: int = 2,
+        prefetch: int = 4,
         pin_memory: bool = True,
     ) -> None:
         """`shape` (of one sample) is for vectors and images, `num_classes` for images, the next three for tokens.

@@ -47,7 +47,7 @@ class TextFiles(DataModule):
         validation_fraction: float = 0.1,
         pattern: str = "*",
         num_workers: int = 0,
-        prefetch: int = 2,
+        prefetch: int = 4,
         pin_memory: bool = True,
     ) -> None:
         """Nothing is read before `prepare`.
@@ -211,7 +211,7 @@ class PythonStdlib(TextFiles):
         vocabulary: Literal["bytes", "characters"] = "bytes",
         validation_fraction: float = 0.1,
         num_workers: int = 0,
-        prefetch: int = 2,
+        prefetch: int = 4,
         pin_memory: bool = True,
     ) -> None:
         """Arguments as in `TextFiles`."""

@@ -35,6 +35,11 @@ class BatchSource:
         """Whether `iterate` may run in a thread beside the step. Not if it seeds this process's own generators."""
         return self.loading.num_workers > 0 or not isinstance(self.dataset, SeedsProcess)
 
+    @property
+    def by_sample(self) -> bool:
+        """Whether batches are built sample by sample, here or in workers: then several at once save nothing."""
+        return self.loading.num_workers > 0 or isinstance(self.dataset, SeedsProcess)
+
     def iterate(self, requests: Iterator[Request]) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of each request, in the order of requests; one iteration at a time."""
         if self.loading.num_workers == 0:

@@ -71,6 +71,7 @@ class Update:
         self._on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._bases = [float(group["lr"]) for group in optimizer.param_groups]
         self._uniform = len(set(self._bases)) == 1
+        self._rates = (factors * self._bases[0]).float()
         self._one = torch.ones((), dtype=torch.float32, device=factors.device)
         self.rate = torch.zeros((), dtype=torch.float32, device=factors.device)
         self._excess = torch.ones((), dtype=torch.float32, device=factors.device)
@@ -117,10 +118,10 @@ class Update:
         return self.num_calls - self.updates
 
     def _set_rates(self) -> None:
-        factor = self._factors.take(self.updates)
         if self._on_device and self._uniform:
-            torch.mul(factor, self._bases[0], out=self.rate)
+            torch.take(self._rates, self.updates, out=self.rate)
             return
+        factor = self._factors.take(self.updates)
         torch.mul(factor, self._bases[0], out=self.rate)
         for group, base in zip(self.optimizer.param_groups, self._bases, strict=True):
             if self._on_device:

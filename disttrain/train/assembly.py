@@ -13,6 +13,9 @@ from disttrain.train.batch import Feed, Slice
 from disttrain.train.evaluate import Evaluator
 from disttrain.train.metrics import MetricSet
 
+TOGETHER = 1024
+"""Most samples that one call of a data set builds."""
+
 
 def training_order(train: Dataset, global_batch_size: int, seed: int, shuffle: bool) -> Order:
     """The order of global batches; DataError for fewer samples than one of them."""
@@ -36,7 +39,9 @@ def make_feed(data: DataModule, dataset: Dataset, order: Order, part: Slice, str
     source = BatchSource(dataset, data.loading)
     threaded = strategy.device.type == "cuda" and source.fits_thread  # on a CPU the thread would only take turns with the step
     ahead = data.loading.prefetch if threaded else 0
-    return Feed(source, order, part, strategy.task, strategy.device, strategy.dtype, ahead, data.loading.pin_memory)
+    # a data set that builds batches without a loop over samples does several steps' in one go, for the price of one
+    together = 1 if source.by_sample else max(1, min(data.loading.prefetch, TOGETHER // part.local_batch_size))
+    return Feed(source, order, part, strategy.task, strategy.device, strategy.dtype, together, ahead, data.loading.pin_memory)
 
 
 def make_evaluator(data: DataModule, part: Slice, strategy: Strategy, metrics: Mapping[str, Any]) -> Evaluator | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -50,6 +51,17 @@ class Slice:
         return max(0, min(self.local_batch_size, in_batch - self.axis.index * self.local_batch_size))
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """One step's part of a request: its number, rows (VOID where there is none), and samples with their seeds."""
+
+    number: int
+    rows: Tensor
+    num_samples: int
+    samples: Tensor
+    seeds: Tensor
+
+
 class Feed:
     """Steps of one split, in order, from any position."""
 
@@ -61,13 +73,15 @@ class Feed:
         task: Task,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        together: int = 1,
         prefetch: int = 0,
         pin_memory: bool = False,
     ) -> None:
         """`source` turns requests into (inputs, targets), in order; floating-point ones become `dtype`, the weights' type.
 
-        `prefetch` steps are built ahead in a thread.
+        `together` steps are built by one call of the data set; `prefetch` steps are built ahead in a thread.
         """
+        self.together = together
         self.dtype = dtype
         self.order = order
         self.part = part
@@ -89,31 +103,39 @@ class Feed:
         self._source.close()
 
     def _host_steps(self, positions: Iterator[tuple[int, Position]]) -> Iterator[Step]:
-        asked: queue.SimpleQueue[tuple[int, Tensor, int]] = queue.SimpleQueue()
+        asked: queue.SimpleQueue[list[_Asked]] = queue.SimpleQueue()
 
         def requests() -> Iterator[Request]:
-            for number, position in positions:
-                rows = self.part.rows(self.order.global_batch(position))
-                num_samples = self.part.num_samples(self.order.num_samples(position))
-                asked.put((number, rows, num_samples))
-                samples = rows if num_samples == len(rows) else torch.where(rows == VOID, rows.max().clamp(min=0), rows)
-                yield samples, self.part.rows(self.order.seeds(position))
+            while group := [self._ask(*position) for position in islice(positions, self.together)]:
+                asked.put(group)
+                yield torch.cat([one.samples for one in group]), torch.cat([one.seeds for one in group])
 
         for inputs, targets in self._source.iterate(requests()):
-            number, rows, num_samples = asked.get()
-            yield self._cut(number, rows, num_samples, _map(self._ready, inputs), _map(self._ready, targets))
+            group = asked.get()
+            inputs, targets = _map(self._ready, inputs), _map(self._ready, targets)
+            counts = {term: count.double() for term, count in self.task.counts(targets).items()}
+            for place, one in enumerate(group):
+                cut = slice(place * len(one.rows), (place + 1) * len(one.rows))
+                yield self._step(one, _rows(inputs, cut), _rows(targets, cut), {term: count[cut] for term, count in counts.items()})
 
-    def _cut(self, number: int, rows: Tensor, num_samples: int, inputs: Any, targets: Any) -> Step:
+    def _ask(self, number: int, position: Position) -> _Asked:
+        """What this rank needs for one step. Void rows come last and repeat some sample of the batch."""
+        rows = self.part.rows(self.order.global_batch(position))
+        num_samples = self.part.num_samples(self.order.num_samples(position))
+        samples = rows if num_samples == len(rows) else torch.where(rows == VOID, rows.max().clamp(min=0), rows)
+        return _Asked(number, rows, num_samples, samples, self.part.rows(self.order.seeds(position)))
+
+    def _step(self, asked: _Asked, inputs: Any, targets: Any, counts: Mapping[str, Tensor]) -> Step:
         """Count valid targets, then cut the local batch into micro-batches."""
-        counts = self.task.counts(targets)
-        real = None if num_samples == len(rows) else rows != VOID
+        rows = asked.rows
+        real = None if asked.num_samples == len(rows) else rows != VOID
         local_counts = {term: float((count if real is None else count * real).sum()) for term, count in counts.items()}
         size = self.part.micro_batch_size
         if size == self.part.local_batch_size:
-            return Step(number, [Batch(inputs, targets, real, rows)], local_counts)
+            return Step(asked.number, [Batch(inputs, targets, real, rows)], local_counts)
         cuts = [slice(start, start + size) for start in range(0, self.part.local_batch_size, size)]
         micro = [Batch(_rows(inputs, cut), _rows(targets, cut), None if real is None else real[cut], rows[cut]) for cut in cuts]
-        return Step(number, micro, local_counts)
+        return Step(asked.number, micro, local_counts)
 
     def _ready(self, x: Tensor) -> Tensor:
         """In the weights' type, and page-locked where that serves."""

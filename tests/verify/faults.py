@@ -273,12 +273,12 @@ def mean_of_the_ranks_means() -> AbstractContextManager[Any]:
 def short_window_is_divided_by_the_full_count() -> AbstractContextManager[Any]:
     """Void samples count as if they were samples."""
 
-    def uncounted(original: Any, self: Feed, number: int, rows: Tensor, num_samples: int, inputs: Any, targets: Any) -> Any:
-        step = original(self, number, rows, num_samples, inputs, targets)
+    def uncounted(original: Any, self: Feed, asked: Any, inputs: Any, targets: Any, counts: Any) -> Any:
+        step = original(self, asked, inputs, targets, counts)
         step.local_counts = {term: float(count.sum()) for term, count in self.task.counts(targets).items()}
         return step
 
-    return wrapped(Feed, "_cut", uncounted)
+    return wrapped(Feed, "_step", uncounted)
 
 
 @fault("tp", "gradient", "the number of micro-batches", named=("tokens.weight", "blocks.0.mlp.up.weight"))
