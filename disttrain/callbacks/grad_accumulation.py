@@ -10,8 +10,8 @@ from disttrain.train.hooks import StepPolicy
 class GradAccumulation(StepPolicy):
     """Cuts a rank's part of the global batch into micro-batches whose gradients add up to one step's.
 
-    Micro-batches a step = global batch / (micro_batch_size x data ranks). The step stays what it was: its
-    gradient is divided by the valid targets of the whole global batch.
+    Micro-batches a step = global batch / (micro_batch_size x data ranks), or one where a rank's part is smaller. The
+    step stays what it was: its gradient is divided by the valid targets of the whole global batch.
     """
 
     def __init__(self, micro_batch_size: int = 8) -> None:

@@ -130,7 +130,7 @@ def check_heads(model: Mapping[str, Any]) -> None:
 
 
 def check_batch(config: Config) -> None:
-    """The global batch is cut into whole micro-batches on every data rank."""
+    """The global batch is cut into whole micro-batches on every data rank; a rank's part that is smaller than one is one."""
     total = config.train.global_batch_size
     ranks = config.strategy.dp_replicate * config.strategy.dp_shard
     name = _key_of(config, ACCUMULATION)
@@ -145,7 +145,7 @@ def check_batch(config: Config) -> None:
     micro = config.callbacks[name].get("micro_batch_size", 8)
     if micro < 1:
         raise ConfigError(f"{key}={micro} must be more than zero", f"{key}=8")
-    if total % (micro * ranks) == 0:
+    if total % (micro * ranks) == 0 or (total % ranks == 0 and total // ranks < micro):
         return
     legal = [n for n in world.divisors(total // ranks) if n <= micro] if total % ranks == 0 else []
     remedies = [f"{key}={max(legal)}"] if legal else []

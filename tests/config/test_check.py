@@ -100,7 +100,7 @@ def test_tp_divides_what_it_cuts(checked: Make, words: list[str], message: str) 
     ("total", "micro", "ranks", "remedy"),
     [
         (32, 8, 4, None),
-        (32, 16, 4, "callbacks.grad_accumulation.micro_batch_size=8"),
+        (48, 16, 2, "callbacks.grad_accumulation.micro_batch_size=12"),
         (30, 8, 2, "callbacks.grad_accumulation.micro_batch_size=5"),
         (31, 8, 2, "train.global_batch_size=32"),
     ],
