@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import select
 import signal
@@ -45,6 +46,7 @@ class RankProcess:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
+            multiprocessing.util._run_after_forkers()  # type: ignore[attr-defined]  # as its own forks do: a socket of the parent's must not serve the rank's workers
             live(assignment, entry)
         return pid
 

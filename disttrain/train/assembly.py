@@ -1,17 +1,21 @@
-"""The parts of a trainer that its data decides: how long a run is, and what feeds and measures it."""
+"""The parts of a trainer, made: how long a run is, what feeds it, what updates and what measures it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from disttrain.data.dataset import DataModule, Dataset, Order
 from disttrain.data.workers import BatchSource
 from disttrain.errors import ConfigError, DataError
 from disttrain.parallel.strategy import Strategy
+from disttrain.parallel.update import Update
 from disttrain.train.batch import Feed, Slice
 from disttrain.train.evaluate import Evaluator
 from disttrain.train.metrics import MetricSet
+from disttrain.train.optimizer import Schedule, build_optimizer, parameter_groups, tabulate
 
 TOGETHER = 1024
 """Most samples that one call of a data set builds."""
@@ -32,6 +36,20 @@ def run_length(steps: int | None, epochs: int | None, order: Order) -> int:
     if (steps is None) == (epochs is None):
         raise ConfigError(f"a run has a number of steps or of epochs; found steps={steps} and epochs={epochs}", "train.steps=400")
     return steps if steps is not None else int(epochs or 0) * order.steps_per_epoch
+
+
+def make_update(
+    strategy: Strategy,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    weight_decay: float,
+    schedule: Callable[[int], Schedule],
+    num_steps: int,
+    clip_norm: float | None,
+) -> Update:
+    """Optimizer, rate and clipping for a prepared strategy."""
+    groups = parameter_groups(strategy.model, strategy.parameters, weight_decay)
+    factors = tabulate(schedule(num_steps), num_steps, strategy.device)
+    return Update(build_optimizer(optimizer, groups), factors, clip_norm, strategy.loss_scale)
 
 
 def make_feed(data: DataModule, dataset: Dataset, order: Order, part: Slice, strategy: Strategy) -> Feed:

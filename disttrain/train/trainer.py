@@ -23,11 +23,11 @@ from disttrain.parallel.layout import Layout
 from disttrain.parallel.mesh import Mesh, found_device, found_mesh
 from disttrain.parallel.step import Report, Step, Verdict
 from disttrain.parallel.strategy import Options, Strategy
-from disttrain.parallel.update import LossScale, Update
-from disttrain.train.assembly import make_evaluator, make_feed, run_length, training_order
+from disttrain.parallel.update import LossScale
+from disttrain.train.assembly import make_evaluator, make_feed, make_update, run_length, training_order
 from disttrain.train.batch import Slice, train_positions
 from disttrain.train.hooks import Callback, declared, defined
-from disttrain.train.optimizer import Constant, Schedule, build_optimizer, parameter_groups, tabulate
+from disttrain.train.optimizer import Constant, Schedule
 from disttrain.train.progress import Progress, Result
 from disttrain.train.rows import Sums, Window, row_of
 from disttrain.train.state import state_of
@@ -92,16 +92,12 @@ class Trainer:
         scale = None if fixed.loss_scale is None else LossScale(fixed.loss_scale, self.device)
         self.strategy.prepare(model, task or task_of(model), dtype, scale)
         self.progress = Progress(self.device)
-        groups = parameter_groups(model, self.strategy.parameters, weight_decay)
-        factors = tabulate(schedule(self.num_steps), self.num_steps, self.device)
-        self.update = Update(build_optimizer(optimizer, groups), factors, clip_norm, scale)
+        self.update = make_update(self.strategy, optimizer, weight_decay, schedule, self.num_steps, clip_norm)
         self.feed = make_feed(self.data, train, order, part, self.strategy)
         self.evaluator = make_evaluator(self.data, part, self.strategy, metrics or {})
 
-        self.window = Window()
-        self.metrics: dict[str, float] = {}
-        self._stop_requested = stop_requested
-        self._stop_reason = ""
+        self.window, self.metrics = Window(), dict[str, float]()
+        self._stop_requested, self._stop_reason = stop_requested, ""
         self.sums: Sums | None = None
         self._listen()
 

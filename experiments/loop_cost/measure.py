@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -104,12 +104,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--warmup", type=int, help="steps before the clock starts; by default as many as W&B takes to open")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="this one only")
     parser.add_argument("--json", type=Path, default=HERE / "measured.json")
     arguments = parser.parse_args()
     print("| case | clock | by hand, us a step | disttrain, us a step | ratio | wanted, at most |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         cases = [case for case in CASES if arguments.case in (None, case.name)]
+        cases = [replace(case, warmup=arguments.warmup or case.warmup) for case in cases]
         results = [measure(case, arguments.repeats, arguments.steps, Path(folder)) for case in cases]
     found = {"date": date.today().isoformat(), "cores": os.cpu_count(), "cases": results}
     arguments.json.write_text(json.dumps(found, indent=2) + "\n")
