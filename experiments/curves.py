@@ -52,12 +52,12 @@ def main() -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained")
     for number, (name, values) in enumerate(curves.items()):
         style = LINES[number % len(LINES)]
-        above.plot(list(values), list(values.values()), style, label=name, linewidth=3 - 0.5 * (number % 4))
+        above.plot(list(values), list(values.values()), style, color=f"C{number}", label=name, linewidth=3 - 0.5 * (number % 4))
         common = [step for step in values if step in first]
         apart = [abs(values[step] - first[step]) / abs(first[step]) for step in common]
         print(f"{name:40} last {list(values.values())[-1]:.6f}   largest relative difference {max(apart):.2e}")
         if number:
-            below.semilogy(common, [max(value, 1e-17) for value in apart], style, label=name)
+            below.semilogy(common, [max(value, 1e-17) for value in apart], style, color=f"C{number}", label=name)
     above.set_ylabel(arguments.metric)
     above.set_title(arguments.title)
     above.legend()
