@@ -31,7 +31,7 @@ from disttrain.record import RunFolder
 from disttrain.train.assembly import training_order
 from disttrain.train.hooks import Callback
 from disttrain.train.state import load_weights, restore
-from disttrain.train.summary import end_table, start_table
+from disttrain.train.summary import end_table, start_table, warnings_of
 from disttrain.train.trainer import Trainer
 
 SAMPLE_LENGTH = 160
@@ -145,6 +145,8 @@ def train(config: Config, folder: RunFolder | None, place: Place) -> dict[str, A
     trainer = build_trainer(config, folder, place)
     for note in _take_up(trainer, config, folder, place):
         say(trainer, note)
+    for warning in warnings_of(trainer):
+        say(trainer, warning)
     say(trainer, start_table(trainer))
     result = trainer.fit()
     say(trainer, end_table(trainer, result))
@@ -158,13 +160,14 @@ def _take_up(trainer: Trainer, config: Config, folder: RunFolder | None, place: 
     if folder is not None and (config.resume is not None or place.attempt > 0):
         named = Path(config.resume) if config.resume is not None and place.attempt == 0 else folder.path
         checkpoint, notes = _newest(named, trainer)
-        if checkpoint is None:
-            return [*notes, "no checkpoint yet: starting from the beginning"]
-        notes += restore(trainer, checkpoint)
+        if checkpoint is not None:
+            notes += restore(trainer, checkpoint)
         if trainer.is_lead:
             supersede(folder.path, trainer.progress.step)
             folder.cut_back(trainer.progress.step)
-        return [*notes, f"goes on after step {trainer.progress.step}, from {checkpoint.name}"]
+        if checkpoint is not None:
+            return [*notes, f"goes on after step {trainer.progress.step}, from {checkpoint.name}"]
+        say(trainer, "no checkpoint yet: starting from the beginning")
     if config.init_from is not None:
         checkpoint, notes = _newest(Path(config.init_from), trainer)
         if checkpoint is None:

@@ -78,9 +78,9 @@ class NaNGuard(StepPolicy):
             _log.warning("step %d: %.0f steps since the last log point had a loss that is not finite", trainer.progress.step, new)
         self._told = bad
         if bad >= max_bad:
-            trainer.progress.reasons.append("STOP: the loss is not finite (callbacks.nan_guard.on_nan=stop)")
+            trainer.progress.reasons.append("FAILED: the loss is not finite (callbacks.nan_guard.on_nan=stop)")
         elif in_a_row >= max_in_a_row:
-            trainer.progress.reasons.append(f"STOP: {in_a_row:.0f} updates in a row were skipped (callbacks.nan_guard.max_consecutive)")
+            trainer.progress.reasons.append(f"FAILED: {in_a_row:.0f} updates in a row were skipped (callbacks.nan_guard.max_consecutive)")
 
     def state_dict(self) -> dict[str, Any]:
         """Bad losses so far."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from disttrain.models.model import Parts
 from disttrain.models.task import Regression, Task
-from disttrain.models.transformer import Block, BlockShape, block_plan, init_transformer
+from disttrain.models.transformer import Block, BlockShape, block_plan, init_transformer, start
 
 
 class TransformerBlock(nn.Module):
@@ -45,6 +45,7 @@ class TransformerBlock(nn.Module):
         self.enter = nn.Identity()  # where a plan may cut whole inputs along tokens, and below make outputs whole again
         self.blocks = nn.ModuleList([Block(self.shape)])
         self.leave = nn.Identity()
+        start(self)
 
     def forward(self, x_btd: Tensor) -> Tensor:
         """[b, t, d] to [b, t, d]."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from disttrain.models.model import Parts
 from disttrain.models.task import LanguageModelling, Task
-from disttrain.models.transformer import Block, BlockShape, block_plan, choice, init_transformer, llama_width, make_norm
+from disttrain.models.transformer import Block, BlockShape, block_plan, choice, init_transformer, llama_width, make_norm, start
 
 
 class GPT(nn.Module):
@@ -77,6 +77,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_embeddings:
             self.head.weight = self.tokens.weight
+        start(self)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         """Logits [b, t, v] of each next token."""

@@ -200,6 +200,15 @@ def init_transformer(name: str, shape: tuple[int, ...], rows: range, generator: 
     return torch.empty(len(rows), *shape[1:]).normal_(0.0, scale, generator=generator)
 
 
+@torch.no_grad()
+def start(model: nn.Module) -> None:
+    """The start of a model that is built with values, from torch's own generator. On the meta device there is nothing to start."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            rows = range(parameter.shape[0])
+            parameter.copy_(model.init_parameter(name, tuple(parameter.shape), rows, torch.default_generator))  # type: ignore[operator]
+
+
 def block_plan(shape: BlockShape) -> dict[str, str]:
     """`BLOCK_PLAN` without the feed-forward that this shape doesn't have."""
     absent = "blocks.*.mlp.up" if shape.mlp == "swiglu" else "blocks.*.mlp.gate_up"

@@ -61,7 +61,7 @@ class _Bucket:
         self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
         parts = self.flat.split([p.numel() for p in parameters])
         self.views = {id(p): part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
-        self.num_missing = 0
+        self.missing: set[int] = set()
         self.pending: Pending | None = None
 
 
@@ -76,17 +76,20 @@ class Reducer:
         self._buckets = [_Bucket(group) for group in _grouped(list(parameters.values())[::-1], int(bucket_size * MEBIBYTE))]
         self._bucket_of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._next = len(self._buckets)
+        self._armed = False
         for parameter in parameters.values():
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def arm(self) -> None:
         """The backward that follows is the step's last: send each bucket as it fills."""
         self._next = 0
+        self._armed = True
         for bucket in self._buckets:
-            bucket.num_missing = len(bucket.parameters)
+            bucket.missing = set(bucket.views)
 
     def finish(self) -> None:
         """Send what the backward did not fill, and wait for all. ConfigError names parameters that took no part, unless they may."""
+        self._armed = False
         self._fill_unused()
         while self._next < len(self._buckets):
             self._send(self._buckets[self._next])
@@ -103,8 +106,16 @@ class Reducer:
             assert parameter.grad is not None
             view.copy_(parameter.grad)
             parameter.grad = view
-        bucket.num_missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
+        if not self._armed:
+            return
+        if id(parameter) not in bucket.missing:
+            raise ConfigError(
+                f"the gradient of '{self._names[id(parameter)]}' came twice in one backward, after it may have been sent to other ranks",
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in the model",
+            )
+        bucket.missing.discard(id(parameter))
+        # where some may be left out, ranks agree first on which: see `_fill_unused`
+        while not self.find_unused and self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send(self._buckets[self._next])
 
     def _send(self, bucket: _Bucket) -> None:

@@ -47,8 +47,12 @@ def materialise(
                 continue
             if id(parameter) not in made:
                 name = names[id(parameter)]
-                local = _local_values(name, parameter.detach(), layouts[name], at, init, seed, dtype)
-                made[id(parameter)] = nn.Parameter(local.to(device), requires_grad=parameter.requires_grad)
+                local = _local_values(name, parameter.detach(), layouts[name], at, init, seed, dtype).to(device)
+                if parameter.is_meta:
+                    made[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+                else:  # the object stays: the model may hold it elsewhere too
+                    parameter.data = local
+                    made[id(parameter)] = parameter
             module._parameters[key] = made[id(parameter)]
         for key, buffer in module._buffers.items():
             if buffer is not None:

@@ -55,7 +55,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if style not in STYLES:
             raise ConfigError(
                 f"tensor plan: style '{style}' of '{pattern}' is unknown; styles are {', '.join(STYLES)}",
-                f"strategy.plan.'{pattern}'=column",
+                f"'strategy.plan={{{pattern}: column}}'",
             )
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
@@ -70,14 +70,69 @@ def apply_tensor_plan(model: nn.Module, plan: Mapping[str, str], axis: Axis, seq
     Parameters are still whole here (on the meta device, or as the user built them): who materialises cuts them.
     """
     placements: dict[str, Placement] = {}
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    owners = _owners(model)
     for name, style in match_plan(model, plan).items():
         module = model.get_submodule(name)
+        if list(module.parameters()):
+            _must_be_plain(name, module, names[id(module)])
         swapped, by_parameter = _restyle(name, module, style, axis, sequence, streams)
         if swapped is not module:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, swapped)
         placements.update({f"{name}.{parameter}": placement for parameter, placement in by_parameter.items()})
+    _must_agree(owners, placements)
     return placements
+
+
+def vocabulary_stays_cut(model: nn.Module, plan: Mapping[str, str], loss_can: bool) -> tuple[dict[str, str], bool]:
+    """The plan to apply, and whether the loss works on logits that are cut by vocabulary.
+
+    It does if the plan says so, a head is cut so, and the task's loss can (`loss_can`). Else heads gather their logits.
+    """
+    loss = plan.get(LOSS_KEY, "whole")
+    if loss not in ("whole", "vocab_parallel"):
+        raise ConfigError(
+            f"tensor plan: '{LOSS_KEY}: {loss}' is unknown; it is whole or vocab_parallel", f"'strategy.plan={{{LOSS_KEY}: whole}}'"
+        )
+    styles = match_plan(model, plan)
+    if loss == "vocab_parallel" and loss_can and "vocab_head" in styles.values():
+        return dict(plan), True
+    heads = {name: "column_gather" for name, style in styles.items() if style == "vocab_head"}
+    return {key: style for key, style in plan.items() if key != LOSS_KEY} | heads, False
+
+
+def _owners(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, several where it is tied."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return list(owners.values())
+
+
+def _must_be_plain(name: str, module: nn.Module, names: list[str]) -> None:
+    """Refuse what a swap would lose: other names of the module, hooks, an embedding's extras. Subclasses fit no style."""
+    lost = []
+    if len(names) > 1:
+        lost.append(f"it stands in the model under several names ({', '.join(names)})")
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        lost.append("it has hooks")
+    if isinstance(module, nn.Embedding) and (module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq):
+        lost.append("it has padding_idx, max_norm or scale_grad_by_freq")
+    if lost:
+        raise ConfigError(f"tensor plan: '{name}' can't be cut, because {' and '.join(lost)}", "leave it out of the plan: strategy.plan")
+
+
+def _must_agree(owners: list[list[str]], placements: Mapping[str, Placement]) -> None:
+    """Refuse a tied parameter that is cut under one of its names and not, or otherwise, under another."""
+    for names in owners:
+        if len({placements.get(name) for name in names}) > 1:
+            raise ConfigError(
+                f"tensor plan: {' and '.join(names)} are one parameter, but the plan cuts them differently",
+                "give both styles that cut the same way, as vocab_embedding and vocab_head",
+            )
 
 
 def _restyle(
@@ -85,7 +140,7 @@ def _restyle(
 ) -> tuple[nn.Module, dict[str, Placement]]:
     """The parallel form of one module, and its parameters' placements."""
     own = dict(module.named_parameters())
-    if style in ("column", "vocab_head", "column_gather") and isinstance(module, nn.Linear):
+    if style in ("column", "vocab_head", "column_gather") and type(module) is nn.Linear:
         _must_divide(name, "output features", module.out_features, axis)
         return ColumnLinear(module, axis, sequence, style == "column_gather"), {parameter: Cut(0) for parameter in own}
     if style == "column" and isinstance(module, Projections):
@@ -93,16 +148,16 @@ def _restyle(
             _must_divide(name, "output features", size, axis)
         cut = Cut(0, module.segments if module.merged else ())
         return ColumnProjections(module, axis, sequence), dict.fromkeys(own, cut)
-    if style == "row" and isinstance(module, nn.Linear):
+    if style == "row" and type(module) is nn.Linear:
         _must_divide(name, "input features", module.in_features, axis)
         placements: dict[str, Placement] = {"weight": Cut(1)}
         return RowLinear(module, axis, sequence), placements | ({"bias": Sum()} if sequence and module.bias is not None else {})
-    if style == "vocab_embedding" and isinstance(module, nn.Embedding):
+    if style == "vocab_embedding" and type(module) is nn.Embedding:
         _must_divide(name, "rows", module.num_embeddings, axis)
         return VocabEmbedding(module, axis, sequence), {"weight": Cut(0)}
     if style == "sequence_norm":
         return module, dict.fromkeys(own, Sum()) if sequence else {}
-    if style == "position_embedding" and isinstance(module, nn.Embedding):
+    if style == "position_embedding" and type(module) is nn.Embedding:
         return (SequencePart(module, axis), {"weight": Sum()}) if sequence else (module, {})
     if style in ("sequence_split", "sequence_gather") and isinstance(module, nn.Identity):
         made = SequenceSplit(axis) if style == "sequence_split" else SequenceGather(axis)

@@ -19,14 +19,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from disttrain.models.task import IGNORED, Task
+from disttrain.errors import ConfigError
+from disttrain.models.task import IGNORED, Classification, Task
 from disttrain.parallel import collectives
 from disttrain.parallel.data import LossModule, Reducer
 from disttrain.parallel.layout import Copy, Layout, Placement, Sum
 from disttrain.parallel.materialise import materialise
 from disttrain.parallel.mesh import Mesh
 from disttrain.parallel.pairs import gather_slice
-from disttrain.parallel.plan import LOSS_KEY, apply_tensor_plan
+from disttrain.parallel.plan import apply_tensor_plan, vocabulary_stays_cut
 from disttrain.parallel.random import Streams
 from disttrain.parallel.step import Local, Report, Step, Verdict
 from disttrain.parallel.tensor import OwnRandom
@@ -64,8 +65,11 @@ class Strategy:
     # --- before the first step ---------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, task: Task, dtype: torch.dtype, loss_scale: LossScale | None = None) -> None:
-        """Lay `model` (on the meta device, or whole and the same on every rank) out on the mesh; it is changed in place."""
+        """Lay `model` (on the meta device, or whole; rank 0's start then holds) out on the mesh; it is changed in place."""
         self.model, self.task, self.dtype, self.loss_scale = model, task, dtype, loss_scale
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(f"{type(model).__name__} has no parameter to train: all are frozen, or there are none")
+        self._start_alike()
         placements = self._cut_tensors()
         degrees = {"data": self._data.size, "tp": self._tp.size}
         names = [name for name, _ in model.named_parameters()]
@@ -86,14 +90,29 @@ class Strategy:
             trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
             self.reducer = Reducer(trained, self._data, self.options.bucket_size, self.options.find_unused_parameters)
 
+    def _start_alike(self) -> None:
+        """Give every rank rank 0's values of what was built whole: two processes need not have built the same."""
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                if not tensor.is_meta and self._world.group is not None:
+                    tensor.copy_(collectives.broadcast(tensor.detach().to(self.device), self._world))
+
+    def share_buffers(self) -> None:
+        """One set of buffers for all data ranks, the first one's: batch statistics are each rank's own between."""
+        for buffer in self.model.buffers():
+            if self._data.group is not None and buffer.is_floating_point():
+                buffer.copy_(collectives.broadcast(buffer, self._data))
+
     def _cut_tensors(self) -> dict[str, Placement]:
         """Apply the tensor plan: the config's patterns over the model's own."""
         self._vocab_cut = False
         if self._tp.size == 1:
             return {}
-        plan = dict(getattr(self.model, "plan", {})) | dict(self.options.plan)
-        if plan.get(LOSS_KEY) == "vocab_parallel":
-            self._vocab_cut = True
+        own_loss = getattr(type(self.task), "losses", None)
+        plan, self._vocab_cut = vocabulary_stays_cut(
+            self.model, dict(getattr(self.model, "plan", {})) | dict(self.options.plan), own_loss is Classification.losses
+        )
+        if self._vocab_cut:
             self.task.row_loss = vocab_cross_entropy(self._tp, IGNORED)  # type: ignore[attr-defined]
         return apply_tensor_plan(self.model, plan, self._tp, self.options.sequence_parallel, self.streams)
 

@@ -119,7 +119,7 @@ class ColumnLinear(nn.Module):
         """[..., in] to this rank's [..., out/tp], or all of it if gathered."""
         (y,) = _ColumnLinears.apply(x, self.axis, self.sequence, self.weight)
         if self.bias is not None:
-            y = y + self.bias
+            y = y + self.bias.to(y.dtype)
         return gather_slice(y, self.axis, -1) if self.gather else y
 
 
@@ -141,11 +141,11 @@ class ColumnProjections(nn.Module):
         """[..., in] to this rank's part of each projection."""
         if self.merged:
             (y,) = _ColumnLinears.apply(x, self.axis, self.sequence, self.weight)
-            y = y if self.bias is None else y + self.bias
+            y = y if self.bias is None else y + self.bias.to(y.dtype)
             return y.split(self.segments, dim=-1)  # type: ignore[no-any-return]
         linears: list[nn.Linear] = list(self.children())  # type: ignore[arg-type]
         ys = _ColumnLinears.apply(x, self.axis, self.sequence, *(linear.weight for linear in linears))
-        return tuple(y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True))
+        return tuple(y if linear.bias is None else y + linear.bias.to(y.dtype) for y, linear in zip(ys, linears, strict=True))
 
 
 class RowLinear(nn.Module):
@@ -165,7 +165,7 @@ class RowLinear(nn.Module):
             )
         y: Tensor = _RowLinear.apply(x, self.weight, self.axis, self.sequence)
         if self.bias is not None:
-            y = y + self.bias
+            y = y + self.bias.to(y.dtype)
         return y
 
 

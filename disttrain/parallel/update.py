@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ class LossScale:
         torch._amp_update_scale_(
             self.value, self.streak, overflow, self.rule.growth_factor, self.rule.backoff_factor, self.rule.growth_interval
         )
+
+
+def _plain(value: Any) -> bool:
+    """Whether an optimizer keeps something as a plain number or text, which no tensor file holds."""
+    return isinstance(value, (bool, int, float, str))
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -71,10 +76,13 @@ class Update:
         self._on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._bases = [float(group["lr"]) for group in optimizer.param_groups]
         self._uniform = len(set(self._bases)) == 1
-        self._rates = (factors * self._bases[0]).float()
         self._one = torch.ones((), dtype=torch.float32, device=factors.device)
-        self.rate = torch.zeros((), dtype=torch.float32, device=factors.device)
+        wide = factors.device.type == "cpu" and all(parameter.dtype == torch.float64 for parameter in self._parameters)
+        self.rate = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=factors.device)
         self._excess = torch.ones((), dtype=torch.float32, device=factors.device)
+        # fused kernels take the divisor in float32: in a proof in float64 gradients are divided here instead
+        self._divides = not self._on_device or any(parameter.dtype == torch.float64 for parameter in self._parameters)
+        self._rates = (factors * self._bases[0]).to(self.rate.dtype)
         if self._on_device:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate if self._uniform else torch.zeros_like(self.rate)
@@ -89,13 +97,13 @@ class Update:
         self._set_rates()
         skip = report.skip
         divisor = self._divisor(report)
+        if divisor is not None and self._divides:
+            torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], divisor)
         if self._on_device:
-            self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None if self._divides else divisor  # type: ignore[attr-defined]
             self.optimizer.found_inf = skip  # type: ignore[attr-defined]
             self._step()
         elif not bool(skip):
-            if divisor is not None:
-                torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], divisor)
             self._step()
         for parameter in self._parameters:
             parameter.grad = None
@@ -109,8 +117,10 @@ class Update:
         scale = None if self.loss_scale is None else self.loss_scale.value
         if self.clip_norm is None:
             return scale
-        torch.div(report.grad_norm.clamp(min=self.clip_norm), self.clip_norm, out=self._excess)
-        return self._excess if scale is None else self._excess * scale
+        excess = report.grad_norm.clamp(min=self.clip_norm) / self.clip_norm
+        if not self._divides:
+            excess = self._excess.copy_(excess)
+        return excess if scale is None else excess * scale
 
     @property
     def skipped(self) -> Tensor:
@@ -143,22 +153,25 @@ class Update:
                     found[f"{name}/{key}"] = (value, layouts[name] if value.shape == parameter.shape else Layout(tuple(value.shape)))
         return found
 
-    def make_state(self) -> None:
-        """Create the optimizer's moments (zeros) before a load fills them: one update that is skipped on the device."""
-        for parameter in self._parameters:
+    def make_state(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Create the moments (zeros) of these parameters before a load fills them: one update that is skipped on the device."""
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        before = [] if self._on_device else [parameter.detach().clone() for parameter in self._parameters]
+        before = [] if self._on_device else [parameter.detach().clone() for parameter in parameters]
         if self._on_device:
             self.optimizer.grad_scale, self.optimizer.found_inf = None, self._one  # type: ignore[attr-defined]
         self._step()
         with torch.no_grad():
-            for parameter, value in zip(self._parameters, before, strict=False):
+            for parameter, value in zip(parameters, before, strict=False):
                 parameter.copy_(value)
         self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Scalars beside the moments: counters and the loss scale. A host read."""
         state: dict[str, Any] = {"num_calls": self.num_calls, "skipped": int(self.skipped)}
+        own = [{key: value for key, value in self.optimizer.state[p].items() if _plain(value)} for p in self._parameters]
+        groups = [{key: value for key, value in g.items() if key != "lr" and _plain(value)} for g in self.optimizer.param_groups]
+        state |= {"by_parameter": own, "by_group": groups}
         if self.loss_scale is not None:
             state |= {"loss_scale": float(self.loss_scale.value), "streak": int(self.loss_scale.streak)}
         return state
@@ -167,6 +180,11 @@ class Update:
         """Take up `state_dict`."""
         self.num_calls = state["num_calls"]
         self.updates.fill_(state["num_calls"] - state["skipped"])
+        for parameter, values in zip(self._parameters, state["by_parameter"], strict=True):
+            if values:
+                self.optimizer.state[parameter].update(values)
+        for group, values in zip(self.optimizer.param_groups, state["by_group"], strict=True):
+            group.update(values)
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.value.fill_(state["loss_scale"])
             self.loss_scale.streak.fill_(state["streak"])

@@ -10,6 +10,7 @@ import torch
 from disttrain.data.dataset import DataModule, Dataset, Order
 from disttrain.data.workers import BatchSource
 from disttrain.errors import ConfigError, DataError
+from disttrain.parallel.mesh import Axis
 from disttrain.parallel.strategy import Strategy
 from disttrain.parallel.update import Update
 from disttrain.train.batch import Feed, Slice
@@ -29,6 +30,18 @@ def training_order(train: Dataset, global_batch_size: int, seed: int, shuffle: b
             f"train.global_batch_size={max(1, len(train))}, or more data by the keys of dataset",
         )
     return Order(len(train), global_batch_size, seed, shuffle)
+
+
+def local_part(axis: Axis, global_batch_size: int, micro_batch_size: int | None) -> Slice:
+    """A rank's part of a global batch in whole micro-batches; ConfigError where that does not come out even."""
+    local = global_batch_size // axis.size
+    micro = min(micro_batch_size or local, local)
+    if global_batch_size % axis.size or micro < 1 or local % micro:
+        raise ConfigError(
+            f"train.global_batch_size={global_batch_size} is not divisible by {axis.size} data ranks times {micro} samples a micro-batch",
+            f"train.global_batch_size={max(1, micro) * axis.size * max(1, local // max(1, micro))}",
+        )
+    return Slice(axis, global_batch_size, micro)
 
 
 def run_length(steps: int | None, epochs: int | None, order: Order) -> int:

@@ -98,6 +98,11 @@ class Feed:
             host = _ahead(host, self.prefetch)
         return _on_cuda(host, self.device) if self.device.type == "cuda" else host
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the data, and how much of it there is."""
+        return f"{self._source.dataset.fingerprint}-{len(self._source.dataset)}"
+
     def close(self) -> None:
         """End the processes that build batches, if there are any."""
         self._source.close()
@@ -165,6 +170,8 @@ def _map(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return change(tree)
     if isinstance(tree, dict):
         return {key: _map(change, value) for key, value in tree.items()}
+    if hasattr(tree, "_fields"):  # a named tuple
+        return type(tree)(*(_map(change, value) for value in tree))
     if isinstance(tree, (tuple, list)):
         return type(tree)(_map(change, value) for value in tree)
     return tree

@@ -31,6 +31,7 @@ class Evaluator:
 
     def run(self, prefix: str = "val", weight_sets: Mapping[str, Mapping[str, Tensor]] | None = None) -> dict[str, float]:
         """Metrics by name (`val/loss`, ...), the same on every rank; once more for each set of weights, with its suffix."""
+        self.strategy.share_buffers()
         found = self._measure(prefix, "")
         for suffix, weights in (weight_sets or {}).items():
             with _borrowed(self.strategy.parameters, weights):

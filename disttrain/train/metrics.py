@@ -105,7 +105,11 @@ def synchronise(metrics: list[Metric], samples: int, axis: Axis, device: torch.d
 def _exchange(samples: int, sent: list[list[Tensor]], axis: Axis, device: torch.device) -> list[tuple[int, list[list[Tensor]]]]:
     """(samples, states) of every rank: shapes and types as JSON, then all numbers as one string of bytes."""
     shapes = [[(list(x.shape), str(x.dtype).removeprefix("torch.")) for x in elements] for elements in sent]
-    flat = [x.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for elements in sent for x in elements]
+    flat = [
+        x.detach().to(device).clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        for elements in sent
+        for x in elements
+    ]
     given = gather_json({"samples": samples, "shapes": shapes}, axis, device)
     texts = gather_tensors(torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *flat]), axis)
     return [(one["samples"], _unpack(one["shapes"], text)) for one, text in zip(given, texts, strict=True)]

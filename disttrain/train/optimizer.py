@@ -124,6 +124,8 @@ def build_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dic
     with _without_compiler():
         optimizer = make(groups, fused=True) if offers_fused and fusable else make(groups)
     if isinstance(optimizer, torch.optim.SGD):
+        if any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
+            return make(groups)  # the first step of fused momentum with dampening can't be skipped on the device
         _start_momentum(optimizer)
     return optimizer
 

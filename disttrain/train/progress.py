@@ -13,6 +13,14 @@ from disttrain.parallel.step import Verdict
 NUM_VERDICTS = len(Verdict)
 
 
+FAILED = "FAILED"
+"""What a reason to stop begins with if the run has failed by it."""
+
+
+class DivergedError(ArithmeticError):
+    """All ranks agreed that there is no point in going on."""
+
+
 @dataclass
 class Result:
     """How a run ended: 'done', or 'stopped' with the reason, and the last value of every metric."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from disttrain.checkpoint.load import load
+from disttrain.checkpoint.load import index_of, load
 from disttrain.checkpoint.state import State
+from disttrain.errors import CheckpointError
 from disttrain.train.rows import Sums
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def state_of(trainer: Trainer) -> State:
     """The run as it stands, after a step: this rank's parts and the values that all ranks share."""
+    trainer.strategy.share_buffers()
     state = State()
     state.tensors |= {f"model/{name}": held for name, held in trainer.strategy.weights().items()}
     moments = trainer.update.state_tensors(trainer.parameters, trainer.layouts)
@@ -25,6 +27,8 @@ def state_of(trainer: Trainer) -> State:
     state.values = {
         "progress": trainer.progress.state_dict(),
         "update": trainer.update.state_dict(),
+        "data": {"fingerprint": trainer.feed.fingerprint, "global_batch_size": trainer.feed.order.global_batch_size},
+        "metrics": trainer.metrics,
         "sums": None if trainer.sums is None else trainer.sums.state(),
         "callbacks": {key: callback.state_dict() for key, callback in trainer.callbacks.items()},
     }
@@ -33,11 +37,14 @@ def state_of(trainer: Trainer) -> State:
 
 def restore(trainer: Trainer, folder: Path) -> list[str]:
     """Take up the checkpoint `folder`, whatever layout wrote it, before `fit`. Returns what a person should know."""
-    trainer.update.make_state()
+    had_state = {name.split("/")[1] for name in index_of(folder) if name.startswith("optimizer/")}
+    trainer.update.make_state([parameter for name, parameter in trainer.parameters.items() if name in had_state])
     state = state_of(trainer)
     notes = load(state, folder, trainer.mesh)
+    _check_data(trainer, state.values["data"], folder)
     trainer.progress.load_state_dict(state.values["progress"])
     trainer.update.load_state_dict(state.values["update"])
+    trainer.metrics |= state.values["metrics"]
     if state.values["sums"] is not None:
         trainer.sums = Sums.restored(state.values["sums"], trainer.device)
     for key, callback in trainer.callbacks.items():
@@ -45,6 +52,20 @@ def restore(trainer: Trainer, folder: Path) -> list[str]:
             callback.load_state_dict(state.values["callbacks"][key])
     trainer.call("on_load_checkpoint", state)
     return notes
+
+
+def _check_data(trainer: Trainer, saved: dict[str, Any], folder: Path) -> None:
+    """A position means something in the data and the batches it was made in only."""
+    order = trainer.feed.order
+    if saved["fingerprint"] != trainer.feed.fingerprint:
+        raise CheckpointError(
+            f"{folder.name} was written while training on other data (dataset.*)", f"init_from={folder} takes its weights and starts anew"
+        )
+    if saved["global_batch_size"] != order.global_batch_size:
+        raise CheckpointError(
+            f"{folder.name} was written in batches of {saved['global_batch_size']}, not of {order.global_batch_size} samples",
+            f"train.global_batch_size={saved['global_batch_size']}, or init_from={folder} to start anew from its weights",
+        )
 
 
 def load_weights(trainer: Trainer, folder: Path) -> list[str]:

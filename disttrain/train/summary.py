@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from disttrain.train.progress import Result
 from disttrain.train.trainer import Trainer
@@ -52,6 +53,16 @@ def start_table(trainer: Trainer) -> Table:
         "optimizer": f"{type(optimizer).__name__}{skips}",
     }
     return _table(rows)
+
+
+def warnings_of(trainer: Trainer) -> list[str]:
+    """What this layout does not compute as one device would, and is not refused."""
+    normalised = [name for name, module in trainer.model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if normalised and trainer.mesh.axis("data").size > 1:
+        names = ", ".join(normalised[:4])
+        what = f"warning: batch statistics ({names}) are each data rank's own, which is not the training of one device"
+        return [f"{what}; evaluation and checkpoints have rank 0's"]
+    return []
 
 
 def end_table(trainer: Trainer, result: Result) -> Table:

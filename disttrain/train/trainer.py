@@ -24,11 +24,11 @@ from disttrain.parallel.mesh import Mesh, found_device, found_mesh
 from disttrain.parallel.step import Report, Step, Verdict
 from disttrain.parallel.strategy import Options, Strategy
 from disttrain.parallel.update import LossScale
-from disttrain.train.assembly import make_evaluator, make_feed, make_update, run_length, training_order
-from disttrain.train.batch import Slice, train_positions
+from disttrain.train.assembly import local_part, make_evaluator, make_feed, make_update, run_length, training_order
+from disttrain.train.batch import train_positions
 from disttrain.train.hooks import Callback, declared, defined
 from disttrain.train.optimizer import Constant, Schedule
-from disttrain.train.progress import Progress, Result
+from disttrain.train.progress import FAILED, DivergedError, Progress, Result
 from disttrain.train.rows import Sums, Window, row_of
 from disttrain.train.state import state_of
 
@@ -82,8 +82,7 @@ class Trainer:
         self.log_every, self.eval_every = log_every, eval_every
         self.data = adapt.data_module(data)
         fixed = declared(self.callbacks)
-        local_batch = global_batch_size // self.mesh.axis("data").size
-        part = Slice(self.mesh.axis("data"), global_batch_size, min(fixed.micro_batch_size or local_batch, local_batch))
+        part = local_part(self.mesh.axis("data"), global_batch_size, fixed.micro_batch_size)
         train = self.data.train()
         order = training_order(train, global_batch_size, seed, self.data.shuffle)
         self.num_steps = run_length(steps, epochs, order)
@@ -97,7 +96,7 @@ class Trainer:
         self.evaluator = make_evaluator(self.data, part, self.strategy, metrics or {})
 
         self.window, self.metrics = Window(), dict[str, float]()
-        self._stop_requested, self._stop_reason = stop_requested, ""
+        self._stop_requested, self._stop_reason, self._failed = stop_requested, "", False
         self.sums: Sums | None = None
         self._listen()
 
@@ -135,6 +134,8 @@ class Trainer:
         try:
             self.call("on_fit_start")
             self._run()
+            if self._failed:
+                raise DivergedError(self._stop_reason)
             self.call("on_fit_end")
         except BaseException as error:
             self.call("on_exception", error)
@@ -231,7 +232,8 @@ class Trainer:
     def _agreed_reason(self) -> str:
         """Why the run stops, from whichever rank asked; every rank is here."""
         given = collectives.gather_json(self.progress.reasons, self.mesh.axis("world"), self.device)
-        stops = [reason for reasons in given for reason in reasons if reason.startswith(Verdict.STOP.name)]
+        stops = [reason for reasons in given for reason in reasons if reason.startswith((Verdict.STOP.name, FAILED))]
+        self._failed = any(reason.startswith(FAILED) for reason in stops)
         return stops[-1].partition(": ")[2] if stops else "asked to stop"
 
     def _is_log_point(self, number: int) -> bool:
