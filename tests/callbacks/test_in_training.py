@@ -18,6 +18,7 @@ from disttrain.parallel.step import Verdict
 from disttrain.record import RunFolder
 from disttrain.train import batch
 from disttrain.train.hooks import Callback
+from disttrain.train.progress import DivergedError
 from disttrain.train.state import restore, state_of
 from tests.callbacks.wandb_file import runs
 
@@ -231,13 +232,13 @@ def test_nan_stops_all_ranks_with_one_reason(tmp_path):
     def entry(place):
         made = config(("nan_guard",), steps=20, lr=math.inf, strategy={"dp_replicate": 2}, nan_guard={"max_consecutive": 3})
         trainer = trainer_of(made, tmp_path, place)
-        result = trainer.fit()
-        return result.status, result.step, result.reason
+        with pytest.raises(DivergedError) as caught:
+            trainer.fit()
+        return trainer.progress.step, str(caught.value)
 
     results = run_world(entry, 2)
     assert results[0] == results[1]
-    status, step, reason = results[0]
-    assert status == "stopped"
+    step, reason = results[0]
     assert step < 8
     assert "updates in a row were skipped (callbacks.nan_guard.max_consecutive)" in reason
 

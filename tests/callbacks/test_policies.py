@@ -71,7 +71,7 @@ def test_too_many_in_a_row_stop_the_run_with_a_reason():
     found = drive(guard, [math.nan, 1.0, math.nan, math.nan], trainer=trainer)
     assert [asked for asked, _ in found] == [GO, GO, GO, STOP]
     guard.on_log(trainer, {"train/loss": 1.0})
-    assert trainer.progress.reasons == ["STOP: 2 updates in a row were skipped (callbacks.nan_guard.max_consecutive)"]
+    assert trainer.progress.reasons == ["FAILED: 2 updates in a row were skipped (callbacks.nan_guard.max_consecutive)"]
 
 
 def test_skips_of_the_loss_scale_count_in_a_row_but_do_not_skip_here():
@@ -85,7 +85,7 @@ def test_stop_at_the_first(caplog):
     trainer, guard = FakeTrainer(), NaNGuard(on_nan="stop")
     assert drive(guard, [1.0, math.nan, 1.0], trainer=trainer) == [(GO, 0.0), (STOP, 1.0), (STOP, 0.0)]
     guard.on_log(trainer, {"train/loss": 1.0})
-    assert trainer.progress.reasons == ["STOP: the loss is not finite (callbacks.nan_guard.on_nan=stop)"]
+    assert trainer.progress.reasons == ["FAILED: the loss is not finite (callbacks.nan_guard.on_nan=stop)"]
     assert "1 steps since the last log point had a loss that is not finite" in caplog.text
     again = NaNGuard(on_nan="stop")
     again.load_state_dict(guard.state_dict())

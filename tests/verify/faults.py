@@ -24,7 +24,7 @@ from disttrain.parallel.random import Streams, mix
 from disttrain.parallel.step import Report
 from disttrain.parallel.strategy import Strategy
 from disttrain.parallel.update import Update
-from disttrain.train import trainer
+from disttrain.train import assembly
 from disttrain.train.batch import Feed, Slice
 from disttrain.train.optimizer import parameter_groups
 from tests import tiny
@@ -364,7 +364,7 @@ def norms_decay_in_the_layout_only() -> AbstractContextManager[Any]:
         groups = parameter_groups(model, parameters, weight_decay)
         return [group | {"weight_decay": weight_decay} for group in groups]
 
-    return patch.object(trainer, "parameter_groups", one_group)
+    return patch.object(assembly, "parameter_groups", one_group)
 
 
 @fault("tp", "update", UPDATE, named=("tokens.weight", "norm.weight"), spared=("norm.weight",))
