@@ -117,6 +117,9 @@ def check_pair(model: Mapping[str, Any], dataset: Mapping[str, Any]) -> None:
             f"the model ({model['_target_']}) takes {takes}, but the dataset ({dataset['_target_']}) gives {gives}",
             f"dataset={CHOICES_FOR[takes]}",
         )
+    context, longest = dataset.get("context"), model.get("max_seq_len")
+    if isinstance(context, int) and isinstance(longest, int) and context > longest:
+        raise ConfigError(f"dataset.context={context} is longer than model.max_seq_len={longest}", f"model.max_seq_len={context}")
 
 
 def check_heads(model: Mapping[str, Any]) -> None:

@@ -127,6 +127,12 @@ def check_tensor(config: Config) -> None:
                 else f"model.{name}={nearest_multiple(number, tp)}"
             )
             raise ConfigError(f"strategy.tp={tp} does not divide model.{name}={number}", remedy)
+    context = config.dataset.get("context")
+    if config.strategy.sequence_parallel and isinstance(context, int) and context % tp:
+        raise ConfigError(
+            f"strategy.sequence_parallel=true cuts dataset.context={context}, which is not divisible by strategy.tp={tp}",
+            f"dataset.context={nearest_multiple(context, tp)}",
+        )
 
 
 def divisors(number: int) -> list[int]:

@@ -135,3 +135,12 @@ def test_relative_paths_are_taken_against_the_first_folder(settled: Make) -> Non
     assert config.paths.data == config.dataset["data_dir"] == "/first/cache"
     assert (config.dataset["paths"], config.init_from) == (["/first/books", "/abs"], "/first/old")
     assert anchored(settled(), "/first").paths.data.startswith("~")
+
+
+def test_a_sequence_fits_the_model_and_the_ranks(checked: Make) -> None:
+    with pytest.raises(ConfigError, match=r"dataset.context=256 is longer than model.max_seq_len=128") as caught:
+        checked("dataset.context=256")
+    assert caught.value.remedy == "model.max_seq_len=256"
+    with pytest.raises(ConfigError, match=r"dataset.context=15, which is not divisible by strategy.tp=2") as caught:
+        checked("strategy=tensor_parallel", "launch.world_size=2", "strategy.sequence_parallel=true", "dataset.context=15")
+    assert caught.value.remedy == "dataset.context=16"
