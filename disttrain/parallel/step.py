@@ -70,6 +70,11 @@ class Step:
     counts: Tensor | None = None
     """Valid targets by term over the whole global batch [terms], float64 on the device; set by `Strategy`."""
 
+    def counted(self) -> Tensor:
+        """`counts`, once they are there."""
+        assert self.counts is not None, "count the step before it runs"
+        return self.counts
+
 
 @dataclass
 class Local:

@@ -151,7 +151,7 @@ class Strategy:
         """loss scale / count, by term."""
         if self._data.size == 1 and self.loss_scale is None:  # nobody else holds samples, so the host knows the counts
             return [1.0 / max(count, 1.0) for count in step.local_counts.values()]
-        weights = _counted(step).clamp(min=1.0).reciprocal()
+        weights = step.counted().clamp(min=1.0).reciprocal()
         if self.loss_scale is not None:
             weights *= self.loss_scale.value
         return list(weights.to(self.dtype).unbind())
@@ -232,7 +232,7 @@ class Strategy:
         return vector
 
     def _unpack(self, vector: Tensor, local: Local, num_measured: int, step: Step, following: Step | None) -> Report:
-        counts = _counted(step)
+        counts = step.counted()
         losses, squares, next_counts, verdict, measured = vector.split(
             [len(local.sums), 1, local.num_terms, len(Verdict), num_measured * self._world.size]
         )
@@ -284,11 +284,6 @@ class Strategy:
 
 _NO_FLAGS = (0.0,) * len(Verdict)
 _SKIP = int(Verdict.SKIP)
-
-
-def _counted(step: Step) -> Tensor:
-    assert step.counts is not None, "count the step before it runs"
-    return step.counts
 
 
 def _each(weight: Tensor | float, term: Tensor) -> Tensor:

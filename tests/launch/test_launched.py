@@ -67,7 +67,8 @@ def test_a_failure_under_torchrun_is_shown_by_its_rank_only(tmp_path: Path) -> N
 def test_a_config_error_under_torchrun_is_one_message(tmp_path: Path) -> None:
     done = torchrun("wrong", tmp_path)
     assert done.stderr.count("a wrong override") == 1
-    assert done.stderr.count("exitcode  : 2") == 2
+    assert "exitcode  : 2" in done.stderr  # of the rank that torchrun saw first; it may end the other before that says so
+    assert "exitcode  : 1" not in done.stderr
     assert not any(tmp_path.iterdir())
 
 
