@@ -5,6 +5,7 @@ Read from the bottom: `train` assembles a `Trainer`, restores it, runs it and sa
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttrain.checkpoint.files import latest_good, supersede
+from disttrain.checkpoint.files import latest_good, steps_in, supersede
 from disttrain.config.schema import Config, GenerateConfig
 from disttrain.data import adapt
 from disttrain.data.module import DataModule
@@ -68,7 +69,7 @@ def prepare_data(config: Config) -> None:
     """Fetch or convert data, once a node, before ranks start. DataError if it is smaller than one global batch."""
     module = data_module(config)
     module.prepare()
-    training_order(module.train(), config.train.global_batch_size, config.seed, module.shuffle)
+    training_order(adapt.numbered(module.train()), config.train.global_batch_size, config.seed, module.shuffle)
 
 
 def build_model(config: Config) -> nn.Module:
@@ -191,7 +192,8 @@ def say(trainer: Trainer, what: Any) -> None:
     if trainer.is_lead:
         from rich.console import Console
 
-        Console(highlight=False, markup=False).print(what, soft_wrap=isinstance(what, str))
+        with contextlib.suppress(BrokenPipeError, SystemExit):  # who read along has gone, and the run goes on
+            Console(highlight=False, markup=False).print(what, soft_wrap=isinstance(what, str))
 
 
 def write_text(trainer: Trainer, wanted: GenerateConfig, seed: int) -> str:
@@ -217,5 +219,7 @@ def _show_sample(trainer: Trainer, config: Config, folder: RunFolder) -> None:
         text = write_text(trainer, replace(config.generate, length=SAMPLE_LENGTH), config.seed)
         say(trainer, f"what it writes now\n\n{text}\n")
     shown = os.path.relpath(folder.path)
-    verb = f"generate {shown} prompt='class '" if writes else f"evaluate {shown}"
-    say(trainer, f"run folder: {shown}\ntry next:   python -m disttrain {verb}")
+    say(trainer, f"run folder: {shown}")
+    if steps_in(folder.checkpoints) and (writes or trainer.evaluator is not None):
+        verb = f"generate {shown} prompt='class '" if writes else f"evaluate {shown}"
+        say(trainer, f"try next:   python -m disttrain {verb}")

@@ -75,6 +75,8 @@ class RunFolder:
         self.path = Path(path)
         self._metrics: IO[str] | None = None
         self._lock: int | None = None
+        self._added: tuple[Path, ...] = ()
+        self._result_before: dict[str, Any] = {}
 
     @classmethod
     def make(cls, outputs: Path | str, job: Path | None = None) -> RunFolder:
@@ -154,8 +156,11 @@ class RunFolder:
         number = len(self._all("config"))
         name = f".{number}" if number else ""
         text = self._portable(text)
-        write_text(self.path / f"config{name}.yaml", text)
-        write_text(self.path / f"overrides{name}.yaml", self._portable(yaml.safe_dump(list(overrides), allow_unicode=True)))
+        files = self.path / f"config{name}.yaml", self.path / f"overrides{name}.yaml"
+        write_text(files[0], text)
+        write_text(files[1], self._portable(yaml.safe_dump(list(overrides), allow_unicode=True)))
+        self._added = files if number else ()
+        self._result_before = self.result() if number else {}
         if before is None:
             return {}
         old, new = (dict(_flat(yaml.safe_load(one) or {})) for one in (before.read_text(encoding="utf-8"), text))
@@ -165,6 +170,15 @@ class RunFolder:
             for key in sorted(old.keys() | new.keys())
             if old.get(key, absent) != new.get(key, absent)
         }
+
+    def take_back(self) -> bool:
+        """Forget a resume that was refused: what it stored goes, the verdict of before returns. False for a run's first start."""
+        if not self._added:
+            return False
+        for file in self._added:
+            file.unlink(missing_ok=True)
+        write_json(self.path / "result.json", self._result_before)
+        return True
 
     def config_text(self) -> str:
         """The newest resolved config; FileNotFoundError where there is none."""

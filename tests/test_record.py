@@ -188,3 +188,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys, disttrain.record, disttrain.launch.environment, disttrain.launch.job; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    first = RunFolder.make(tmp_path)
+    first.store_config("train: {steps: 3}\n", ["train.steps=3"])
+    assert not first.take_back()
+    first.write_result(status="done", exit_code=0)
+    before = {file.name: file.read_text() for file in first.path.glob("*.*")}
+    again = RunFolder(first.path)
+    again.store_config("train: {steps: 9}\n", ["train.steps=9"])
+    again.write_result(status="running", exit_code=None)
+    assert again.overrides() == ["train.steps=9"]
+    assert again.take_back()
+    assert {file.name: file.read_text() for file in first.path.glob("*.*")} == before

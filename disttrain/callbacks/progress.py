@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,8 @@ class ProgressBar(Callback):
         else:
             step, total = trainer.progress.step, trainer.num_steps
             left = (total - step) * self._last.get("perf/step_seconds", 0.0)
-            print(f"step {step:>{len(str(total))}}/{total}  {_numbers(row)}  {_duration(left)} left", flush=True)
+            with contextlib.suppress(BrokenPipeError):  # who read along has gone, and the run goes on
+                print(f"step {step:>{len(str(total))}}/{total}  {_numbers(row)}  {_duration(left)} left", flush=True)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Give the terminal back."""

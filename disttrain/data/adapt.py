@@ -57,6 +57,11 @@ class MapStyle(SeedsProcess):
             raise
 
 
+STREAM_REMEDY = (
+    "give it __len__, or wrap it: dataset._target_=disttrain.data.adapt.Adapted dataset.train._target_=<its class> dataset.length=<samples>"
+)
+
+
 class Stream(SeedsProcess):
     """An iterable data set as one global stream: every rank walks through it and keeps the samples that are its own.
 
@@ -67,7 +72,7 @@ class Stream(SeedsProcess):
     def __init__(self, dataset: IterableDataset[Any], length: int | None = None) -> None:
         """`length`: samples an epoch, by default the data set's own; DataError if it states none."""
         self.dataset = dataset
-        self.length = _length(dataset, "dataset.length=SAMPLES_AN_EPOCH") if length is None else length
+        self.length = _length(dataset, STREAM_REMEDY) if length is None else length
         self.fingerprint = fingerprint_of(dataset, self.length)
         self._rows: Iterator[Any] = iter(())
         self._next = 0

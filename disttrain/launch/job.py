@@ -6,6 +6,7 @@ how they ended. Under torchrun and Slurm it is rank 0 and shares config and fold
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,7 +19,7 @@ from disttrain.config.schema import Config
 from disttrain.launch.describe import describe
 from disttrain.launch.environment import Environment, detect, environ, rank_environment, threads_per_rank
 from disttrain.launch.local import Supervisor, choose_start_method, import_warm, say
-from disttrain.launch.outcome import FAILED, INTERRUPTED, USER_ERROR, Outcome
+from disttrain.launch.outcome import FAILED, INTERRUPTED, PREEMPTED, USER_ERROR, Outcome
 from disttrain.launch.rank import describe as describe_error
 from disttrain.launch.rank import load_function
 from disttrain.record import RunFolder
@@ -65,6 +66,8 @@ def run(job: Job, environment: Environment | None = None) -> Outcome:
         outcome = close_folder(folder, outcome)
     if outcome.failure is not None or outcome.reason:
         say(str(outcome.failure or outcome.reason))
+    if outcome.exit_code in (INTERRUPTED, PREEMPTED) and folder is not None and any(folder.checkpoints.glob("step-*")):
+        say(f"it goes on with: python -m disttrain resume={os.path.relpath(folder.path)}")
     return outcome
 
 
@@ -128,7 +131,8 @@ def close_folder(folder: RunFolder, outcome: Outcome) -> Outcome:
     said = outcome.result if isinstance(outcome.result, Mapping) else {}
     reason = outcome.reason or said.get("reason", "")
     fields = {**said, "status": outcome.status, "reason": reason, "exit_code": outcome.exit_code, "num_restarts": outcome.num_restarts}
-    folder.write_result(**fields, ended=_now())
+    if outcome.exit_code != USER_ERROR or not folder.take_back():
+        folder.write_result(**fields, ended=_now())
     if outcome.failure is not None and outcome.failure.rank is None:
         with folder.log_file(0).open("a", encoding="utf-8") as log:  # no rank was there to write it
             log.write(f"{outcome.failure}\n")

@@ -128,6 +128,7 @@ def spawned(path: str) -> NoReturn:
 def _settle(assignment: Assignment) -> None:
     """Signals, streams and threads, before anything can go wrong."""
     _die_with(assignment.supervisor)
+    os.setpgid(0, 0)  # a signal to the whole group (Ctrl-C, `timeout`, a scheduler) is the supervisor's to answer
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

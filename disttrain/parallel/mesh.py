@@ -7,8 +7,10 @@ axis is thus one of the mesh's own and never carved out of another at a call sit
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -123,9 +125,16 @@ def found_mesh() -> Mesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(device_id=device if device.type == "cuda" else None)
+        atexit.register(_leave)
     if not dist.is_initialized():
         return Mesh()
     return Mesh({"dp_replicate": dist.get_world_size()}, dist.get_rank())
+
+
+def _leave() -> None:
+    """Let the group go before the interpreter takes its threads away; not after an error, when others may be anywhere."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def found_device() -> torch.device:

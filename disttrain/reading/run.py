@@ -32,6 +32,8 @@ def open_run(run: Path, words: Sequence[str], section: str) -> tuple[Config, Pat
     """
     checkpoint = run if run.parent.name == "checkpoints" else None
     folder = RunFolder(run.parent.parent if checkpoint is not None else run)
+    if not (folder.path / "config.yaml").is_file():
+        raise ConfigError(f"{run} is no run folder: it holds no config.yaml", "the folder of one run: outputs/<date>/<time>-<id>")
     values = yaml.safe_load(folder.config_text())
     for word in words:
         _set(values, word, section)

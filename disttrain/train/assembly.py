@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from disttrain.data.adapt import numbered
 from disttrain.data.dataset import DataModule, Dataset, Order
 from disttrain.data.workers import BatchSource
 from disttrain.errors import ConfigError, DataError
@@ -80,6 +81,7 @@ def make_evaluator(data: DataModule, part: Slice, strategy: Strategy, metrics: M
     split = data.validation()
     if split is None:
         return None
+    split = numbered(split)
     feed = make_feed(data, split, Order(len(split), part.global_batch_size, 0, shuffle=False), part, strategy)
     measured = MetricSet(strategy.task, metrics, strategy.mesh.axis("data"), strategy.device)
     return Evaluator(strategy, feed, measured, data.bytes_per_token)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from disttrain.parallel.layout import Cut
 from disttrain.train.progress import Result
 from disttrain.train.trainer import Trainer
 
@@ -57,12 +58,15 @@ def start_table(trainer: Trainer) -> Table:
 
 def warnings_of(trainer: Trainer) -> list[str]:
     """What this layout does not compute as one device would, and is not refused."""
+    found = []
+    if trainer.mesh.axis("tp").size > 1 and not any(isinstance(p, Cut) for at in trainer.layouts.values() for p in at.placements.values()):
+        found.append("warning: the model has no tensor plan, so nothing is cut and every rank computes the same (strategy.plan)")
     normalised = [name for name, module in trainer.model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if normalised and trainer.mesh.axis("data").size > 1:
         names = ", ".join(normalised[:4])
         what = f"warning: batch statistics ({names}) are each data rank's own, which is not the training of one device"
-        return [f"{what}; evaluation and checkpoints have rank 0's"]
-    return []
+        found.append(f"{what}; evaluation and checkpoints have rank 0's")
+    return found
 
 
 def end_table(trainer: Trainer, result: Result) -> Table:

@@ -83,7 +83,7 @@ class Trainer:
         self.data = adapt.data_module(data)
         fixed = declared(self.callbacks)
         part = local_part(self.mesh.axis("data"), global_batch_size, fixed.micro_batch_size)
-        train = self.data.train()
+        train = adapt.numbered(self.data.train())
         order = training_order(train, global_batch_size, seed, self.data.shuffle)
         self.num_steps = run_length(steps, epochs, order)
 

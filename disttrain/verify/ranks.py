@@ -21,6 +21,7 @@ from torch import Tensor
 
 from disttrain import build
 from disttrain.config.schema import Config
+from disttrain.data.adapt import numbered
 from disttrain.data.dataset import Order, Position
 from disttrain.launch.place import Place
 from disttrain.models.task import Classification
@@ -39,7 +40,7 @@ def prepared(config: Config, place: Place) -> Trainer:
     """A trainer whose training data is short and uneven."""
     trainer = build.build_trainer(config, None, place)
     size = config.train.global_batch_size
-    dataset = Uneven(trainer.data.train(), size + size // 2 + 1, isinstance(trainer.task, Classification))
+    dataset = Uneven(numbered(trainer.data.train()), size + size // 2 + 1, isinstance(trainer.task, Classification))
     order = Order(len(dataset), size, config.seed)
     trainer.feed = make_feed(trainer.data, dataset, order, trainer.feed.part, trainer.strategy)
     return trainer
