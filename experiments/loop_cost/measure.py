@@ -71,6 +71,7 @@ class Case:
 CASES = (
     Case("one process", width=64, hidden=128, outputs=10, batch_size=16, classes=True, ranks=1, warmup=8000, wanted=1.15),
     Case("tensor parallel", width=256, hidden=1024, outputs=256, batch_size=128, classes=False, ranks=2, warmup=500, wanted=0.8),
+    Case("tensor parallel, small", width=64, hidden=256, outputs=64, batch_size=32, classes=False, ranks=2, warmup=500, wanted=0.8),
 )
 
 
