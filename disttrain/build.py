@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-from collections.abc import Mapping
-from dataclasses import replace
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,37 +17,51 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttrain.checkpoint.files import latest_good, steps_in, supersede
+from disttrain.checkpoint.files import step_of, steps_in, supersede
+from disttrain.checkpoint.load import latest_good
+from disttrain.config.components import signature_of
 from disttrain.config.schema import Config, GenerateConfig
 from disttrain.data import adapt
 from disttrain.data.module import DataModule
-from disttrain.errors import CheckpointError, ConfigError
+from disttrain.errors import CheckpointError, ConfigError, DataError, same_at_every_start
 from disttrain.launch.place import Place
-from disttrain.models.sampling import sample
-from disttrain.parallel import collectives
+from disttrain.models.sampling import pieces, sample
+from disttrain.parallel.collectives import gather_json
 from disttrain.parallel.materialise import ShapesOnly
 from disttrain.parallel.mesh import Mesh
-from disttrain.parallel.strategy import Options
+from disttrain.parallel.options import Options
+from disttrain.places import place_of, shown
 from disttrain.record import RunFolder
-from disttrain.train.assembly import training_order
+from disttrain.train.assembly import run_length, training_order
 from disttrain.train.hooks import Callback
+from disttrain.train.memory import told_where_memory_went
+from disttrain.train.optimizer import Schedule, from_torch, tabulate
 from disttrain.train.state import load_weights, restore
-from disttrain.train.summary import end_table, start_table, warnings_of
+from disttrain.train.summary import end_table, measured, start_table, warnings_of
 from disttrain.train.trainer import Trainer
 
-SAMPLE_LENGTH = 160
-"""Tokens shown at the end of a run."""
+SAMPLE_LENGTH, SAMPLE_FROM = 160, 50
+"""Tokens shown at the end of a run, and the steps from which on they are more than noise."""
+
+TRIED_UPDATES = 1000
+"""Updates for which a schedule is asked before ranks start; a wrong one is wrong at its first, mostly."""
 
 DEFAULT_CONTEXT = 128
 """Tokens shown to a model that does not say how many it can see."""
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 def class_of(component: Mapping[str, Any]) -> Any:
-    """The class that a component's `_target_` names."""
+    """The class that a component's `_target_` names; ConfigError if it is not to be found, as when a run is read elsewhere."""
     module, _, name = component["_target_"].rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        if module.startswith("disttrain."):
+            raise  # a fault of ours
+        remedy = "run this in the folder that holds its module, or with PYTHONPATH=<that folder>"
+        raise ConfigError(f"the config names {component['_target_']}, which can't be imported: {error}", remedy) from error
 
 
 def instantiate(component: Mapping[str, Any], **given: Any) -> Any:
@@ -65,11 +79,29 @@ def data_module(config: Config) -> DataModule:
     return adapt.data_module(instantiate(config.dataset))
 
 
-def prepare_data(config: Config) -> None:
-    """Fetch or convert data, once a node, before ranks start. DataError if it is smaller than one global batch."""
+def prepare(config: Config) -> None:
+    """What can go wrong before ranks start does so here, once a node: classes, then data, which is fetched or converted.
+
+    ConfigError for a class of another kind than its place wants, DataError for data smaller than one global batch.
+    """
+    _must_be("optimizer", config.optimizer, torch.optim.Optimizer, "optimizer=adamw")
+    for key, component in config.callbacks.items():
+        _must_be(f"callbacks.{key}", component, Callback, f"~callbacks.{key}")
     module = data_module(config)
-    module.prepare()
-    training_order(adapt.numbered(module.train()), config.train.global_batch_size, config.seed, module.shuffle)
+    try:
+        module.prepare()
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        raise DataError(f"prepared data can't be kept there: {error}", "paths.data=<a folder that you may write to>") from error
+    order = training_order(adapt.numbered(module.train()), config.train.global_batch_size, config.seed, module.shuffle)
+    num_steps = run_length(config.train.steps, config.train.epochs, order)
+    tabulate(build_schedule(config)(num_steps), min(num_steps, TRIED_UPDATES), torch.device("cpu"))
+
+
+def _must_be(place: str, component: Mapping[str, Any], kind: type, remedy: str) -> None:
+    """Refuse a class of another kind; what a function makes is seen once it is made."""
+    found = class_of(component)
+    if isinstance(found, type) and not issubclass(found, kind):
+        raise ConfigError(f"{place}._target_={component['_target_']} is no {kind.__module__.split('.')[0]} {kind.__name__}", remedy)
 
 
 def build_model(config: Config) -> nn.Module:
@@ -98,29 +130,56 @@ def build_callbacks(config: Config) -> dict[str, Callback]:
     return callbacks
 
 
+def build_schedule(config: Config) -> Callable[[int], Schedule]:
+    """What makes the rate's schedule for a number of steps: a class of ours or the user's, or one of torch's schedulers."""
+    kind = class_of(config.scheduler)
+    if isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        return from_torch(lambda optimizer: instantiate(config.scheduler, optimizer=optimizer), config.optimizer.get("lr", 1.0))
+    signature = signature_of(config.scheduler["_target_"], "scheduler")
+    takes_length = signature.open or "num_steps" in signature.parameters
+    return lambda num_steps: instantiate(config.scheduler, **({"num_steps": num_steps} if takes_length else {}))
+
+
 def device_of(config: Config, place: Place) -> torch.device:
     """This rank's device."""
     return torch.device("cuda", place.local_rank) if config.launch.device == "cuda" else torch.device("cpu")
 
 
+def degrees_of(config: Config) -> dict[str, int]:
+    """The size of each of the mesh's own axes."""
+    degrees = config.strategy
+    atomic = {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "ep", "cp", "tp")}
+    return atomic | {"dp_outer": degrees.dp_shard // degrees.ep}
+
+
 def build_mesh(config: Config, place: Place) -> Mesh:
     """The world as the config's axes."""
-    strategy = config.strategy
-    return Mesh({"dp_replicate": strategy.dp_replicate, "tp": strategy.tp}, place.rank)
+    return Mesh(degrees_of(config), place.rank)
+
+
+def options_of(config: Config) -> Options:
+    """The strategy's own knobs."""
+    return Options(**{knob.name: getattr(config.strategy, knob.name) for knob in fields(Options)})
+
+
+def optimizer_of(config: Config) -> tuple[Callable[..., torch.optim.Optimizer], float]:
+    """What makes the optimizer of parameter groups, and its weight decay."""
+    arguments = {key: value for key, value in config.optimizer.items() if key not in ("_target_", "weight_decay")}
+    return partial(class_of(config.optimizer), **arguments), config.optimizer.get("weight_decay", 0.0)
 
 
 def build_trainer(config: Config, folder: RunFolder | None, place: Place) -> Trainer:
     """Everything that a rank needs to train."""
     if config.debug.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler: 2 s
         torch.use_deterministic_algorithms(config.debug.deterministic)
-    knobs, run = config.strategy, config.train
-    arguments = {key: value for key, value in config.optimizer.items() if key not in ("_target_", "weight_decay")}
+    run = config.train
+    optimizer, weight_decay = optimizer_of(config)
     return Trainer(
         build_model(config),
         data_module(config),
-        optimizer=partial(class_of(config.optimizer), **arguments),
-        weight_decay=config.optimizer.get("weight_decay", 0.0),
-        schedule=lambda steps: instantiate(config.scheduler, num_steps=steps),
+        optimizer=optimizer,
+        weight_decay=weight_decay,
+        schedule=build_schedule(config),
         callbacks=build_callbacks(config),
         metrics={name: instantiate(component) for name, component in config.metrics.items()},
         steps=run.steps,
@@ -132,7 +191,7 @@ def build_trainer(config: Config, folder: RunFolder | None, place: Place) -> Tra
         seed=config.seed,
         dtype=DTYPES[run.dtype],
         mesh=build_mesh(config, place),
-        options=Options(knobs.sequence_parallel, knobs.plan, knobs.bucket_size, knobs.find_unused_parameters),
+        options=options_of(config),
         device=device_of(config, place),
         overfit=config.debug.overfit,
         stop_requested=place.stop_requested,
@@ -143,48 +202,61 @@ def build_trainer(config: Config, folder: RunFolder | None, place: Place) -> Tra
 
 def train(config: Config, folder: RunFolder | None, place: Place) -> dict[str, Any]:
     """What a rank runs: train as configured, from the start or from where a run stopped."""
-    trainer = build_trainer(config, folder, place)
+    with same_at_every_start():
+        trainer = build_trainer(config, folder, place)
     for note in _take_up(trainer, config, folder, place):
         say(trainer, note)
+    is_over = trainer.progress.step >= trainer.num_steps and not trainer.progress.owes_evaluation
+    if folder is not None and is_over and _had_ended_well(trainer, folder):
+        say(trainer, f"nothing is left to do of {trainer.num_steps} steps; train.steps=<more> goes on")
+        return {"idle": True, "step": trainer.progress.step, "metrics": folder.result().get("metrics", {})}
     for warning in warnings_of(trainer):
         say(trainer, warning)
     say(trainer, start_table(trainer))
-    result = trainer.fit()
-    say(trainer, end_table(trainer, result))
+    with told_where_memory_went(trainer):
+        result = trainer.fit()
+    if folder is not None and trainer.is_lead:
+        result = replace(result, metrics=folder.last_values() | result.metrics)  # what a resumed run had measured before counts too
+    say(trainer, end_table(trainer, result, config.predicted))
     if result.status == "done" and folder is not None:
         _show_sample(trainer, config, folder)
-    return {"status": result.status, "reason": result.reason, "step": result.step, "metrics": result.metrics}
+    found = {"status": result.status, "reason": result.reason, "step": result.step, "metrics": result.metrics}
+    return found | {"predicted": config.predicted, "measured": measured(config.predicted, result.metrics)}
 
 
 def _take_up(trainer: Trainer, config: Config, folder: RunFolder | None, place: Place) -> list[str]:
     """Restore what `resume`, a restart in place or `init_from` names. Returns what a person should know."""
     if folder is not None and (config.resume is not None or place.attempt > 0):
         named = Path(config.resume) if config.resume is not None and place.attempt == 0 else folder.path
-        checkpoint, notes = _newest(named, trainer)
+        checkpoint, notes, checked = _newest(named, trainer)
         if checkpoint is not None:
-            notes += restore(trainer, checkpoint)
+            notes += restore(trainer, checkpoint, checked)
         if trainer.is_lead:
-            supersede(folder.path, trainer.progress.step)
+            supersede(folder.checkpoints, trainer.progress.step)
             folder.cut_back(trainer.progress.step)
         if checkpoint is not None:
-            return [*notes, f"goes on after step {trainer.progress.step}, from {checkpoint.name}"]
+            notes.append(f"goes on after step {trainer.progress.step}, from {checkpoint.name}")
+            return notes
         say(trainer, "no checkpoint yet: starting from the beginning")
     if config.init_from is not None:
-        checkpoint, notes = _newest(Path(config.init_from), trainer)
+        checkpoint, notes, _ = _newest(place_of(config.init_from), trainer)
         if checkpoint is None:
             raise CheckpointError(f"init_from={config.init_from} holds no good checkpoint", "init_from=<run folder or checkpoint>")
         return [*notes, *load_weights(trainer, checkpoint), f"weights from {checkpoint}"]
     return []
 
 
-def _newest(named: Path, trainer: Trainer) -> tuple[Path | None, list[str]]:
-    """The checkpoint `named`, or the newest good one of the run `named`, as rank 0 sees it; and what was passed over."""
-    if named.parent.name == "checkpoints":
-        return named, []
-    found = latest_good(named) if trainer.is_lead else None
-    mine = None if found is None else [str(found.folder) if found.folder else None, list(found.passed_over)]
-    chosen, notes = collectives.gather_json(mine, trainer.mesh.axis("world"), trainer.device)[0]
-    return (None if chosen is None else Path(chosen)), notes
+def _had_ended_well(trainer: Trainer, folder: RunFolder) -> bool:
+    """Whether the start before this one got to its end; if it was killed on the last steps, its record is still to be closed."""
+    return bool(gather_json(folder.result().get("status_before"), trainer.mesh.axis("world"))[0] == "done")
+
+
+def _newest(named: Path, trainer: Trainer) -> tuple[Path | None, list[str], bool]:
+    """(the checkpoint `named`, or the newest good one of the run `named`; what was passed over; whether every file was checked)."""
+    if step_of(named.name) is not None:
+        return named, [], False
+    found = latest_good(named, trainer.mesh.axis("world"))
+    return found.folder, list(found.passed_over), True
 
 
 def say(trainer: Trainer, what: Any) -> None:
@@ -196,11 +268,12 @@ def say(trainer: Trainer, what: Any) -> None:
             Console(highlight=False, markup=False).print(what, soft_wrap=isinstance(what, str))
 
 
-def write_text(trainer: Trainer, wanted: GenerateConfig, seed: int) -> str:
-    """The prompt and what the model makes of it; the same on every rank of a tensor group, all of which must call."""
-    ids = sample(
+def write_text(trainer: Trainer, wanted: GenerateConfig, seed: int) -> Iterator[str]:
+    """The prompt and what the model makes of it, piece by piece; the same on every rank of a tensor group, all of which must call."""
+    prompt_ids = trainer.data.encode(wanted.prompt)
+    drawn = sample(
         trainer.strategy.outputs,
-        trainer.data.encode(wanted.prompt),
+        prompt_ids,
         wanted.length,
         wanted.temperature,
         wanted.top_k,
@@ -208,18 +281,20 @@ def write_text(trainer: Trainer, wanted: GenerateConfig, seed: int) -> str:
         int(getattr(trainer.model, "max_seq_len", DEFAULT_CONTEXT)),
         trainer.device,
     )
-    return trainer.data.decode(ids)
+    yield from pieces(trainer.data.decode, prompt_ids, drawn)
 
 
 def _show_sample(trainer: Trainer, config: Config, folder: RunFolder) -> None:
-    """What a language model now writes, and what to do next. Every rank of the first tensor group takes part."""
+    """What a language model now writes, and what to do next. Every rank of the first replica takes part."""
     writes = trainer.data.kind == "tokens" and trainer.data.bytes_per_token is not None
-    if writes and trainer.mesh.axis("data").index == 0:
+    if writes and trainer.progress.step < SAMPLE_FROM:
+        say(trainer, f"no sample of what it writes: before step {SAMPLE_FROM} that is noise")
+    elif writes and trainer.mesh.axis("dp_replicate").index == 0:
         trainer.model.eval()
-        text = write_text(trainer, replace(config.generate, length=SAMPLE_LENGTH), config.seed)
+        text = "".join(write_text(trainer, replace(config.generate, length=SAMPLE_LENGTH), config.seed))
         say(trainer, f"what it writes now\n\n{text}\n")
-    shown = os.path.relpath(folder.path)
-    say(trainer, f"run folder: {shown}")
+    where = shown(folder.path)
+    say(trainer, f"run folder: {where}")
     if steps_in(folder.checkpoints) and (writes or trainer.evaluator is not None):
-        verb = f"generate {shown} prompt='class '" if writes else f"evaluate {shown}"
+        verb = f"generate {shlex.quote(where)} prompt='class '" if writes else f"evaluate {shlex.quote(where)}"
         say(trainer, f"try next:   python -m disttrain {verb}")

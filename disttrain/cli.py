@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain.config.typed import nearest
 from disttrain.errors import ConfigError, UserError
+from disttrain.reading.verb import main as read_run
+from disttrain.reading.verb import names_folder
+from disttrain.secrecy import not_for_all_to_write
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -25,13 +30,15 @@ if TYPE_CHECKING:
     from disttrain.launch.environment import Environment
     from disttrain.launch.outcome import Outcome
 
-COMPOSING = ("train", "verify")
+COMPOSING = ("train", "verify", "plan", "doctor")
 READING = ("generate", "evaluate")
 """Verbs that take a finished run's folder."""
+REPORT = "report"
+"""The verb that takes folders of runs and sweeps, as many as there are."""
 ENTRY = "disttrain.build:train"
 SHOWING = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 """Flags that print instead of run: rank 0 does, the others have nothing to do."""
-PREPARE = "disttrain.build:prepare_data"
+PREPARE = "disttrain.build:prepare"
 USER_ERROR, INTERRUPTED = 2, 130
 
 
@@ -55,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "" not in sys.path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # an installed script looks beside itself only; own classes lie here
     try:
-        return _main(list(argv))
+        with not_for_all_to_write():
+            return _main(list(argv))
     except UserError as error:
         print(f"disttrain: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
@@ -69,13 +77,19 @@ def run(overrides: Sequence[str] = ()) -> Result:
     Raises UserError (mostly its kin ConfigError) for mistakes. A run that fails has said why, and its result says so too.
     """
     from disttrain.config.compose import compose, composer, parse
+    from disttrain.config.stored import with_stored
     from disttrain.launch.environment import detect
 
-    request = parse(overrides)
+    if isinstance(overrides, str) or not all(isinstance(word, str) for word in overrides):
+        words = overrides.split() if isinstance(overrides, str) else [str(word) for word in overrides]
+        raise ConfigError("run() takes a list of overrides, each a text", f"run({words})")
+    if overrides and (verb := split_verb(overrides)[0]) != "train":
+        raise ConfigError(f"run() trains; '{verb}' is a verb of the command line", f"python -m disttrain {' '.join(overrides)}")
+    request = parse(split_verb(overrides)[1])
     if request.multirun:
         raise ConfigError("run() runs one job; several are a loop over run(), or -m on the command line")
-    request, resumed = _with_stored(request)
-    with composer(request) as app:
+    request, resumed = with_stored(request)
+    with not_for_all_to_write(), composer(request) as app:
         outcome = _train(app, request, *compose(app, request), detect(), resumed)
     if outcome.exit_code == USER_ERROR:
         raise ConfigError(outcome.failure.message if outcome.failure is not None else outcome.reason)
@@ -90,8 +104,21 @@ def _main(words: list[str]) -> int:
         print(f"disttrain {__version__}")
         return 0
     verb, words = split_verb(words)
-    if verb in READING:
-        return _read_run(verb, words)
+    if verb in (*READING, REPORT) and {"-h", "--help"} & set(words):
+        from disttrain.config.manual import usage
+
+        print(usage(verb))
+        return 0
+    if verb in READING or (verb == "doctor" and names_folder(words)):
+        return read_run(verb, words)
+    if verb == "doctor" and set(words) <= {"doctor.json=true", "doctor.json=false"}:
+        from disttrain.doctor.machine import main as machine
+
+        return machine(as_json="doctor.json=true" in words)
+    if verb == REPORT:
+        from disttrain.report.verb import main as report
+
+        return report(words)
     from disttrain.launch.environment import detect
 
     environment = detect()
@@ -105,7 +132,7 @@ def _main(words: list[str]) -> int:
         return _compose_and_run(verb, words, environment)
     except UserError as error:
         share_error(environment, error)
-        raise
+        return USER_ERROR
 
 
 def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -113,62 +140,79 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     first = words[0] if words else ""
     if not first or first.startswith(("-", "~", "+")) or "=" in first:
         return "train", list(words)
-    verbs = (*COMPOSING, *READING)
+    verbs = (*COMPOSING, *READING, REPORT)
     if first not in verbs:
         near = nearest(first, verbs)
         raise ConfigError(f"there is no verb '{first}'; the verbs are {', '.join(verbs)}", f"python -m disttrain {near or '--help'}")
     return first, list(words[1:])
 
 
-def _read_run(verb: str, words: list[str]) -> int:
-    """`generate RUN ...` and `evaluate RUN ...`."""
-    folder = Path(words[0]).expanduser() if words and "=" not in words[0] and not words[0].startswith("-") else None
-    if folder is None:
-        raise ConfigError(f"'{verb}' needs the folder of a run", f"python -m disttrain {verb} outputs/<date>/<time>-<id>")
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}", f"python -m disttrain {verb} outputs/<date>/<time>-<id>")
-    import importlib
-
-    main_of_verb: Callable[[Path, list[str]], int] = importlib.import_module(f"disttrain.reading.{verb}").main
-    return main_of_verb(folder, words[1:])
-
-
 def _compose_and_run(verb: str, words: list[str], environment: Environment) -> int:
     from disttrain.config import show
     from disttrain.config.compose import compose, composer, parse
+    from disttrain.config.stored import with_stored
 
-    request, resumed = _with_stored(parse(words))
+    request, resumed = with_stored(parse(words))
+    if verb == "plan":
+        from disttrain.plan import verb as plan
+
+        request.overrides, parameters = plan.take_parameters(request.overrides)
     with composer(request) as app:
         if show.wanted(request):
             return show.show(app, request)
         if request.multirun:
             return _sweep(verb, app, request, environment, resumed)
         composed, config = compose(app, request)
-        if verb == "verify":
+        if verb == "plan":
+            return plan.main(config, parameters, request.overrides)
+        if verb in ("verify", "doctor"):
             if not environment.is_alone:
-                raise ConfigError(f"verify starts its own ranks, so {environment.launcher} can't", "python -m disttrain verify ...")
+                raise ConfigError(f"{verb} starts its own ranks, so {environment.launcher} can't", f"python -m disttrain {verb} ...")
             from disttrain.launch.local import import_warm
 
             import_warm()
+            config = ready(config, environment, os.getcwd())
+            if verb == "doctor":
+                from disttrain.doctor import verb as doctor
+
+                return doctor.main(config, partial(_again, app, request, environment))
             from disttrain.verify import verb as verify
 
-            return verify.main(ready(config, environment, os.getcwd()), request.overrides)
+            return verify.main(config, request.overrides)
         return _train(app, request, composed, config, environment, resumed).exit_code
+
+
+def _again(app: Hydra, request: Request, environment: Environment, words: Sequence[str]) -> Config:
+    """The checked config of the same command with further overrides behind it."""
+    from disttrain.config.compose import compose
+
+    further = replace(request, overrides=[*request.overrides, *words])
+    return ready(compose(app, further)[1], environment, os.getcwd())
 
 
 # --- from a settled config to a running job -----------------------------------------------------------------------
 
 
-def ready(config: Config, environment: Environment, cwd: str, resumed: Path | None = None) -> Config:
-    """A settled config checked against the world and the machine, its paths taken against the folder `cwd`."""
+def ready(config: Config, environment: Environment, cwd: str, resumed: Path | None = None, trains: bool = False) -> Config:
+    """A settled config checked against world and machine, its paths taken against `cwd`; one that `trains` has its plan in it, and fits."""
     from disttrain.config.check import anchored, check
+    from disttrain.config.deepspeed import must_be_installed
+    from disttrain.config.overrides import find_weights
     from disttrain.launch.environment import threads_per_rank
 
-    config = anchored(check(config, None if environment.is_alone else environment.world_size), cwd)
+    config = check(anchored(config, cwd), None if environment.is_alone else environment.world_size)
+    must_be_installed(config)
+    if config.init_from is not None:
+        find_weights(config.init_from)
     here = int(config.launch.world_size) if environment.is_alone else environment.local_world_size
-    config.launch = replace(config.launch, threads=threads_per_rank(config.launch.threads, here, config.launch.env))
+    threads = threads_per_rank(config.launch.threads, here, config.launch.env)
+    config.launch = replace(config.launch, threads=threads, nodes=environment.check_nodes(config.launch.nodes))
     if config.resume == "auto":
         config.resume = None if resumed is None else str(resumed)
+    if trains:
+        from disttrain.plan.before import foresee
+
+        config = foresee(config)
     return config
 
 
@@ -188,9 +232,8 @@ class Task:
         from disttrain.launch import job
 
         whole: Any = HydraConfig.instance().cfg
-        hydra = whole.hydra
-        config = ready(settle(composed), self.environment, hydra.runtime.cwd, self.resumed)
-        folder = Path(hydra.runtime.output_dir)
+        config = ready(settle(composed), self.environment, whole.hydra.runtime.cwd, self.resumed, trains=True)
+        folder = Path(whole.hydra.runtime.output_dir)
         overrides = replace(self.request, overrides=task_words(whole)).words()
         where: dict[str, Any] = {"resume": self.resumed} if self.resumed is not None else {"sweep_job": folder}
         outcome = job.run(job.Job(config, ENTRY, overrides, PREPARE, **where), self.environment)
@@ -201,10 +244,29 @@ class Task:
 
 def _train(app: Hydra, request: Request, composed: DictConfig, config: Config, environment: Environment, resumed: Path | None) -> Outcome:
     from disttrain.config.compose import run_one
+    from disttrain.launch import elastic
 
-    ready(config, environment, os.getcwd(), resumed)  # a mistake is told before any folder is made
-    outcome: Outcome = run_one(app, request, composed, Task(environment, request, resumed), resumed)
+    try:
+        ready(config, environment, os.getcwd(), resumed, trains=True)  # a mistake is told before any folder is made
+    except UserError as error:
+        waited = elastic.wait_if_another_fits(environment, error, lambda world: ready(config, world, os.getcwd(), resumed))
+        if waited is None:
+            raise
+        return waited
+    if (words := elastic.warning(environment)) is not None:
+        print(f"disttrain: {words}", file=sys.stderr, flush=True)
+    with _folders():
+        outcome: Outcome = run_one(app, request, composed, Task(environment, request, resumed), resumed)
     return outcome
+
+
+@contextmanager
+def _folders() -> Iterator[None]:
+    """What the system says when Hydra makes a job's folder, in our words; a job itself raises nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"the run folder can't be made: {error}", "paths.outputs=<a folder that you may write to>") from error
 
 
 def _sweep(verb: str, app: Hydra, request: Request, environment: Environment, resumed: Path | None) -> int:
@@ -218,36 +280,8 @@ def _sweep(verb: str, app: Hydra, request: Request, environment: Environment, re
     if resumed is not None:
         raise ConfigError("-m with resume= would let several jobs write into one run folder", "leave out -m or resume=")
     cwd = os.getcwd()
-    jobs = run_sweep(app, request, Task(environment, request), lambda config: ready(config, environment, cwd))
+    with _folders():
+        jobs = run_sweep(app, request, Task(environment, request), lambda config: ready(config, environment, cwd, trains=True))
     if jobs:
         print(summary(jobs), flush=True)
     return exit_code(jobs)
-
-
-def _with_stored(request: Request) -> tuple[Request, Path | None]:
-    """With `resume=`, the stored words of that run in front of those typed, and its folder."""
-    from disttrain.config.compose import compose, composer, parse
-    from disttrain.config.overrides import find_run, merge, value_of
-    from disttrain.record import RunFolder
-
-    wanted = value_of(request.overrides, "resume")
-    if wanted is None:
-        return request, None
-    outputs, name = Path(), ""
-    if wanted == "auto":
-        with composer(request) as app:
-            _, config = compose(app, replace(request, overrides=merge(request.overrides, ["resume=null"])))
-        outputs, name = Path(config.paths.outputs).expanduser(), config.run_name
-    run = find_run(wanted, outputs, name)
-    if run is None:
-        print(f"resume=auto: no run named '{name}' under {outputs}, so this is its first", file=sys.stderr, flush=True)
-        return replace(request, overrides=merge(request.overrides, ["resume=null"])), None
-    stored = parse(RunFolder(run).overrides())
-    whole = replace(
-        request,
-        overrides=merge(stored.overrides, request.overrides),
-        config_name=request.config_name if request.arguments.config_name else stored.config_name,
-        folders=request.folders or stored.folders,
-        typed=request.overrides,
-    )
-    return whole, run

@@ -6,6 +6,13 @@ the program with exit code 2, without a traceback. Everything else is a fault of
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SAME_AGAIN = "another start would come to the same end"
+"""Noted on an error that is not the user's and that a restart can't mend."""
+
 
 class UserError(Exception):
     """A mistake that the user can mend. `remedy` is an override or a command that can be pasted."""
@@ -38,6 +45,10 @@ class LaunchError(UserError):
     """The world that was launched is not the one that was asked for."""
 
 
+class DivergedError(ArithmeticError):
+    """All ranks agree that the run has come to nothing: its loss is not finite. A fault of the run, whose message is enough."""
+
+
 class MissingExtraError(UserError):
     """An optional package is needed and not installed."""
 
@@ -47,3 +58,22 @@ class MissingExtraError(UserError):
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:  # type: ignore[override]
         return type(self), self.given
+
+
+@contextmanager
+def same_at_every_start() -> Iterator[None]:
+    """An error raised in here ends the run, whatever restarts are left; one of the system (a disk, a network) may pass."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (UserError, OSError)):
+            error.add_note(SAME_AGAIN)
+        raise
+
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's or the host's memory has run out."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or bool(_OUT_OF_MEMORY.search(str(error)))

@@ -2,15 +2,16 @@
 
     config.yaml, config.1.yaml ...     resolved; a number for every time the run was resumed
     overrides.yaml, overrides.1.yaml   what was typed
-    environment.json                   versions, machine, git commit and diff; no environment variables, no secrets
+    environment.json                   versions, machine, git commit and diff; no environment variables
     metrics.jsonl                      a row a log point
+    ranks/rank-<n>.json                a rank's step times, and a pipeline's timeline
     logs/rank-<n>.log
-    checkpoints/step-<n>/
+    checkpoints/step-<n>/              or checkpoints.url, which says where they are
     wandb/, tensorboard/
     result.json                        status, reason, exit code, final metrics
 
-Nothing in it names the folder's own absolute path: it can be moved. Rows and verdicts are strict JSON, so a
-metric that is not finite is written as "nan", "inf" or "-inf" and read back as that number.
+No secret is written into these (`secrecy`), and nothing that others may write to, whatever the umask.
+Nothing in it names the folder's own absolute path: it can be moved. Rows and verdicts are strict JSON (`texts`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import math
 import os
 import secrets
 import string
@@ -31,7 +31,11 @@ from typing import IO, Any
 import yaml
 
 from disttrain.errors import LaunchError
+from disttrain.places import is_remote, place_of
+from disttrain.secrecy import redacted
+from disttrain.texts import numbers, read_json, strict, strict_json, write_json, write_text
 
+_POINTER = "checkpoints.url"
 _ID_LETTERS = string.ascii_lowercase + string.digits
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -45,26 +49,6 @@ def new_folder(outputs: Path, now: datetime | None = None) -> Path:
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write the whole file or nothing: a reader never sees a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """`write_text` of `value` as strict JSON."""
-    write_text(path, json.dumps(_strict(value), indent=2, allow_nan=False) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    """The value of a JSON file, or None where there is none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
 
 
 class RunFolder:
@@ -94,8 +78,18 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie, one folder a step."""
-        return self.path / "checkpoints"
+        """Where checkpoints lie, one folder a step: in it, or where `keep_checkpoints_at` has said."""
+        pointer = self.path / _POINTER
+        return place_of(pointer.read_text(encoding="utf-8").strip()) if pointer.is_file() else self.path / "checkpoints"
+
+    def keep_checkpoints_at(self, place: str) -> str:
+        """Checkpoints of this run go below `place`, under the run's name; where, if the run began with another place, is unchanged."""
+        pointer = self.path / _POINTER
+        if not is_remote(place):
+            place = os.path.abspath(os.path.expanduser(place))
+        if not pointer.is_file():
+            write_text(pointer, f"{place.rstrip('/')}/{self.path.parent.name}/{self.path.name}\n")
+        return pointer.read_text(encoding="utf-8").strip()
 
     def step_folder(self, step: int) -> Path:
         """The checkpoint of `step`; whether it exists is another question."""
@@ -109,6 +103,19 @@ class RunFolder:
     def metrics_file(self) -> Path:
         """One JSON row a log point."""
         return self.path / "metrics.jsonl"
+
+    def store_of_rank(self, rank: int, found: Mapping[str, Any]) -> None:
+        """Write what `rank` has kept for itself."""
+        (self.path / "ranks").mkdir(exist_ok=True)
+        write_text(self._rank_file(rank), json.dumps(strict(found), allow_nan=False) + "\n")
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """What `rank` has written for itself; empty if nothing."""
+        return dict(numbers(read_json(self._rank_file(rank)) or {}))
+
+    def ranks(self) -> list[int]:
+        """Ranks that have written something for themselves."""
+        return sorted(int(path.stem.removeprefix("rank-")) for path in (self.path / "ranks").glob("rank-*.json"))
 
     def subfolder(self, name: str) -> Path:
         """A folder of that name in it (`wandb`, `tensorboard`, `profile`, ...), made if need be."""
@@ -150,9 +157,9 @@ class RunFolder:
     def store_config(self, text: str, overrides: Sequence[str]) -> dict[str, tuple[Any, Any]]:
         """Put the resolved config and what was typed beside those already here; none is overwritten.
 
-        Returns {key: (value before, value now)} against the newest one of before; empty for a new run.
+        Returns {key: (value then, value now)} against the first one, with which the run began; empty for a new run.
         """
-        before = self._newest("config")
+        before = next(iter(self._all("config")), None)
         number = len(self._all("config"))
         name = f".{number}" if number else ""
         text = self._portable(text)
@@ -198,7 +205,7 @@ class RunFolder:
         if current.exists():
             number = 1 + len(list(self.path.glob("environment.*.json")))
             os.replace(current, self.path / f"environment.{number}.json")
-        write_json(current, description)
+        write_text(current, redacted(strict_json(description), code=True))
 
     # --- metrics ----------------------------------------------------------------------------------------------
 
@@ -207,12 +214,19 @@ class RunFolder:
         if self._metrics is None:
             self._drop_torn_line()
             self._metrics = self.metrics_file.open("a", encoding="utf-8")
-        self._metrics.write(json.dumps(_strict(row), allow_nan=False) + "\n")
+        self._metrics.write(json.dumps(strict(row), allow_nan=False) + "\n")
         self._metrics.flush()
 
     def read(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl in order; a last line cut off by a crash is left out."""
         return list(self._rows())
+
+    def last_values(self) -> dict[str, float]:
+        """The last value of each metric in metrics.jsonl."""
+        values: dict[str, float] = {}
+        for row in self._rows():
+            values |= row
+        return {name: value for name, value in values.items() if name not in ("step", "perf/elapsed_seconds")}
 
     def cut_back(self, step: int) -> None:
         """Drop the rows after `step`: the run goes on from there."""
@@ -220,7 +234,7 @@ class RunFolder:
             return
         self.close()
         rows = [row for row in self._rows() if row["step"] <= step]
-        write_text(self.metrics_file, "".join(json.dumps(_strict(row)) + "\n" for row in rows))
+        write_text(self.metrics_file, "".join(json.dumps(strict(row)) + "\n" for row in rows))
 
     def close(self) -> None:
         """Close metrics.jsonl; `append` opens it again."""
@@ -232,13 +246,16 @@ class RunFolder:
 
     def write_result(self, **fields: Any) -> None:
         """Set these fields of result.json (`status`, `reason`, `exit_code`, `metrics`, ...); others stay."""
-        write_json(self.path / "result.json", self.result() | fields)
+        write_text(self.path / "result.json", redacted(strict_json(self.result() | fields)))
 
     def result(self) -> dict[str, Any]:
         """What result.json holds; `status` is 'running' while a run is alive, or was killed without a word."""
-        return dict(_numbers(read_json(self.path / "result.json") or {}))
+        return dict(numbers(read_json(self.path / "result.json") or {}))
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _rank_file(self, rank: int) -> Path:
+        return self.path / "ranks" / f"rank-{rank}.json"
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         if not self.metrics_file.exists():
@@ -246,7 +263,7 @@ class RunFolder:
         with self.metrics_file.open(encoding="utf-8") as lines:
             for line in lines:
                 if line.endswith("\n") and line.strip():
-                    yield _numbers(json.loads(line))
+                    yield numbers(json.loads(line))
 
     def _drop_torn_line(self) -> None:
         """A line without its end was cut off by a crash: what is added must not be glued to it."""
@@ -264,28 +281,8 @@ class RunFolder:
         return next(reversed(self._all(stem)), None)
 
     def _portable(self, text: str) -> str:
-        """`text` without the folder's own absolute path, which a typed `resume=` may hold."""
-        return text.replace(str(self.path.resolve()), ".")
-
-
-def _strict(value: Any) -> Any:
-    """`value` with numbers that JSON cannot say as strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _strict(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(one) for one in value]
-    return value
-
-
-def _numbers(value: Any) -> Any:
-    """The inverse of `_strict`."""
-    if isinstance(value, dict):
-        return {key: _numbers(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_numbers(one) for one in value]
-    return float(value) if value in ("nan", "inf", "-inf") else value
+        """`text` without secrets, and without the folder's own absolute path, which a typed `resume=` may hold."""
+        return redacted(text.replace(str(self.path.resolve()), "."))
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

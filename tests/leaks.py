@@ -6,7 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,6 +28,7 @@ SET_BY_IMPORTS = {
 }
 STAYS_ALIVE = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "loky")
 """Helpers of the standard library and of joblib that live as long as the process and end with it."""
+LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 def environment() -> dict[str, str]:
@@ -34,16 +36,29 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in SET_BY_IMPORTS}
 
 
+def below(pid: int) -> Iterator[int]:
+    """Ids of all processes under `pid`, zombies included. Asked twice a test: Linux keeps lists, else every process is looked at."""
+    if not LISTS_CHILDREN:
+        yield from (process.pid for process in psutil.Process(pid).children(recursive=True))
+        return
+    with suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
+                yield child
+                yield from below(child)
+
+
 def children() -> dict[int, str]:
     """Command line of every process below this one, zombies included, by id."""
     found = {}
-    for process in psutil.Process().children(recursive=True):
+    for pid in below(os.getpid()):
         try:
+            process = psutil.Process(pid)
             command = " ".join(process.cmdline()) or process.status()
         except psutil.NoSuchProcess:
             continue
         if not any(name in command for name in STAYS_ALIVE):
-            found[process.pid] = command
+            found[pid] = command
     return found
 
 

@@ -45,7 +45,7 @@ class EMA(Callback):
     def on_train_step_end(self, trainer: Trainer, report: Report) -> None:
         """Move towards the weights, by nothing where the update was skipped."""
         updates = trainer.update.updates.float()
-        step = torch.clamp(9.0 / (10.0 + updates), min=1.0 - self.decay) * (1.0 - report.skip)
+        step = torch.clamp(9.0 / (10.0 + updates), min=1.0 - self.decay) * (1.0 - report.on(updates.device).skip)
         averages = list(self.shadow.values())
         apart = torch._foreach_sub([trainer.parameters[name].detach() for name in self.shadow], averages)
         torch._foreach_mul_(apart, step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,8 @@ from disttrain.train.hooks import Callback
 
 if TYPE_CHECKING:
     from disttrain.train.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 _SHOWN = ("train/loss", "train/epoch_loss", "val/loss", "perf/tokens_per_second", "perf/samples_per_second")
 
@@ -26,6 +30,7 @@ class ProgressBar(Callback):
         self.refresh_per_second = refresh_per_second
         self._bar: Any = None
         self._last: dict[str, float] = {}
+        self._warned = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Open the bar where there is a terminal."""
@@ -37,6 +42,9 @@ class ProgressBar(Callback):
         """Show the newest numbers."""
         if not trainer.is_lead:
             return
+        if not self._warned and not math.isfinite(row.get("train/loss", 0.0)):
+            self._warned = True
+            _log.warning("warning: at step %d the loss is not finite; such updates are skipped", trainer.progress.step)
         self._last |= {name: row[name] for name in (*_SHOWN, "perf/step_seconds") if name in row}
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], numbers=_numbers(self._last))

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from disttrain.callbacks.wandb_models import Models
 from disttrain.errors import ConfigError
-from disttrain.record import RunFolder, read_json, write_json
+from disttrain.record import RunFolder
+from disttrain.secrecy import REDACTED, SECRET
+from disttrain.texts import read_json, write_json
 from disttrain.train.hooks import Callback
 
 if TYPE_CHECKING:
@@ -26,8 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _MODES = ("auto", "online", "offline", "disabled")
-_SECRET = re.compile(r"api_?key|access_?key|private_?key|secret|passw(or)?d|credential|(^|_)token$", re.IGNORECASE)
-_REDACTED = "<redacted>"
+_REDACTED = REDACTED
 _SWEEP_FOLDER = re.compile(r"\d\d-\d\d-\d\d-\w+")
 _SEEN = "seen.json"
 _FLUSH = "x_transaction_log_flush_interval"
@@ -53,12 +55,18 @@ class WandB(Callback):
         notes: str | None = None,
         open_seconds: float = 60.0,
         finish_seconds: float = 60.0,
+        log_model: bool | str = False,
+        all_ranks: bool = False,
     ) -> None:
         """`mode`: auto or null (WANDB_MODE if set, else online where logged in, else offline) | online | offline | disabled.
 
         `group`: by default the jobs of a sweep are one. `open_seconds`, `finish_seconds`: how long to wait for the
-        server before going on offline, and at the end of the run. ConfigError for `online` without a login.
+        server before going on offline, and at the end of the run. `log_model`: checkpoints become artifacts, true: the
+        last one, all: each. `all_ranks`: every rank has a run of its own in the group, for W&B's system metrics of its
+        process and device. ConfigError for `online` without a login, and for another `log_model`.
         """
+        if log_model not in (True, False, "all"):
+            raise ConfigError(f"callbacks.wandb.log_model is '{log_model}'; it may be true, false, all", "callbacks.wandb.log_model=true")
         mode = mode or "auto"
         if mode not in _MODES:
             raise ConfigError(f"callbacks.wandb.mode is '{mode}'; it may be {', '.join(_MODES)}", "callbacks.wandb.mode=offline")
@@ -67,23 +75,30 @@ class WandB(Callback):
             raise ConfigError("W&B is to be online, and nobody is logged in", "callbacks.wandb.mode=offline, or first: wandb login")
         self.project, self.entity, self.group, self.notes = project, entity, group, notes
         self.open_seconds, self.finish_seconds = open_seconds, finish_seconds
-        self.id = secrets.token_hex(4)
+        self.log_model, self.all_ranks = log_model, all_ranks
+        given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None  # by the agent of a W&B sweep
+        self.id = given or secrets.token_hex(4)
         self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | int] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
+        self._models: Models | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Begin to open the run."""
-        if not trainer.is_lead or trainer.folder is None or self.mode == "disabled":
+        if trainer.folder is None or self.mode == "disabled" or not (trainer.is_lead or self.all_ranks):
             return
         arguments = self._arguments(trainer, trainer.folder)
         seen = trainer.folder.subfolder("wandb") / _SEEN
+        if trainer.is_lead:
+            self._models = Models(trainer.folder, self.log_model) if self.log_model else None
+        else:
+            arguments, seen = _of_rank(arguments, trainer.mesh.rank), seen.with_name(f"seen-{trainer.mesh.rank}.json")
         self._thread = threading.Thread(target=self._work, args=(arguments, seen), name="wandb", daemon=True)
         self._thread.start()
 
     def on_log(self, trainer: Trainer, row: Mapping[str, float]) -> None:
         """Hand the row to the thread."""
-        if self._thread is not None:
+        if self._thread is not None and trainer.is_lead:
             self._rows.put((trainer.progress.step, dict(row)))
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
@@ -114,7 +129,7 @@ class WandB(Callback):
             "id": self.id,
             "resume": "allow",
             "name": f"{name}-{folder.path.name}" if in_sweep else name,
-            "group": self.group or (folder.path.parent.name if in_sweep else None),
+            "group": self.group or (folder.path.parent.name if in_sweep else folder.path.name if self.all_ranks else None),
             "tags": list(config.tags) if config is not None else None,
             "config": plain(config) if config is not None else None,
             "dir": str(folder.path),
@@ -127,6 +142,8 @@ class WandB(Callback):
         try:
             run = self._open(arguments)
             exit_code, last = self._send(run, seen)
+            if self._models is not None:
+                self._models.send(run, is_last=True)
             run.finish(exit_code=exit_code)
             self._note(seen, last)
             _end_service()
@@ -144,6 +161,8 @@ class WandB(Callback):
             run = wandb.init(**arguments | {"mode": "offline"}, settings=self._settings(wandb))
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
+        predicted = (arguments["config"] or {}).get("predicted") or {}
+        run.summary.update({f"predicted/{name}": value for name, value in predicted.items()})  # beside what is measured
         if not run.offline:
             _log.info("W&B: %s", run.url)
         return run
@@ -153,7 +172,7 @@ class WandB(Callback):
 
         Rows reach the file within a second: W&B's own fifteen are lost when this rank is killed.
         """
-        hidden = any(_SECRET.search(argument.partition("=")[0]) for argument in sys.argv)
+        hidden = any(SECRET.search(argument.partition("=")[0]) for argument in sys.argv)
         flush = {_FLUSH: _FLUSH_SECONDS} if _FLUSH in wandb.Settings.model_fields else {}
         return wandb.Settings(console="off", silent=True, init_timeout=self.open_seconds, x_disable_meta=hidden, **flush)
 
@@ -168,6 +187,8 @@ class WandB(Callback):
                 continue
             run.log({"step": step, **row}, step=step, commit=True)
             last = step
+            if self._models is not None:
+                self._models.send(run, is_last=False)
             if time.monotonic() - noted_at >= 2 * _FLUSH_SECONDS:  # what was logged by the last note has been flushed since
                 self._note(seen, noted_next)
                 noted_at, noted_next = time.monotonic(), last
@@ -187,6 +208,11 @@ class WandB(Callback):
         if self._thread.is_alive():
             _log.warning("W&B has not ended within %g s; what it has lies in the run folder's wandb/", self.finish_seconds)
         self._thread = None
+
+
+def _of_rank(arguments: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Arguments of the run that holds the system metrics of `rank` and nothing else."""
+    return arguments | {"id": f"{arguments['id']}-{rank}", "name": f"{arguments['name']}-rank-{rank}", "job_type": "rank", "config": None}
 
 
 def _end_service() -> None:
@@ -225,7 +251,7 @@ def logged_in() -> bool:
 
 def plain(value: Any, name: str = "") -> Any:
     """A config as nested mappings, lists and plain values; what looks like a secret by its name is left out."""
-    if _SECRET.search(name) and value is not None:
+    if SECRET.search(name) and value is not None:
         return _REDACTED
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name), field.name) for field in dataclasses.fields(value)}

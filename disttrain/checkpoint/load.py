@@ -1,7 +1,7 @@
 """Reading a checkpoint into any layout, whatever layout wrote it.
 
 A rank opens only files that hold something of its own and reads only the overlap of a saved piece with a piece
-that it holds. Files are safetensors and JSON: nothing in them can run.
+that it holds. Files are tensors and JSON: nothing in them can run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttrain.checkpoint.files import problems, read_manifest, read_values
-from disttrain.checkpoint.save import HEADER
+from disttrain.checkpoint.files import found_in, problems, read_manifest, read_values
+from disttrain.checkpoint.memory import HEADER
 from disttrain.checkpoint.state import State
+from disttrain.checkpoint.tensors import TensorFile, overlap
 from disttrain.errors import CheckpointError
 from disttrain.parallel.collectives import gather_json
 from disttrain.parallel.layout import Layout, Slices
-from disttrain.parallel.mesh import Mesh
+from disttrain.parallel.mesh import Axis, Mesh
+from disttrain.places import place_of
+from disttrain.record import RunFolder
 
 STRICT = frozenset({"model", "optimizer"})
 """Kinds whose names must be the same in the checkpoint and in the run. A callback may come or go at a resume."""
+ALONE = Axis("world", 1, 0, (0,))
+"""The world of a program that reads a checkpoint by itself."""
 _SHOWN = 6
 
 
@@ -44,27 +49,56 @@ class Saved:
     """One tensor of a checkpoint: its whole shape and where its pieces lie."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
     pieces: list[Piece]
 
 
-def load(state: State, folder: Path, mesh: Mesh, kinds: Collection[str] | None = None) -> list[str]:
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from, if there is one, and newer ones that were passed over, with the reason."""
+
+    folder: Path | None
+    passed_over: list[str]
+
+
+def latest_good(run_folder: Path, world: Axis = ALONE) -> Found:
+    """The newest checkpoint of a run that its manifest finds whole. Every rank of `world` calls it; each reads its share."""
+    folders = [str(folder) for folder in reversed(found_in(RunFolder(run_folder).checkpoints).values())]
+    passed_over: list[str] = []
+    for name in gather_json(folders, world)[0]:  # as rank 0 sees them
+        folder = place_of(name)
+        wrong = damage(folder, world)
+        if not wrong:
+            return Found(folder, passed_over)
+        passed_over.append(f"{folder.name} is passed over: {'; '.join(wrong)}")
+    return Found(None, passed_over)
+
+
+def damage(folder: Path, world: Axis = ALONE) -> list[str]:
+    """What is wrong with the checkpoint `folder`, the same on every rank of `world`; each reads its share of the files."""
+    parts = gather_json(problems(folder, slice(world.index, None, world.size)), world)
+    return sorted({text for part in parts for text in part})
+
+
+def load(state: State, folder: Path, mesh: Mesh, kinds: Collection[str] | None = None, checked: bool = False) -> list[str]:
     """Fill the local tensors of `state` in place from the checkpoint `folder`, and its `values`. Every rank calls it.
 
-    `kinds` limits what is read ({'model'}: weights only, no values); all by default. Returns what a person
-    should know (tensors of callbacks on one side only, states by rank that do not fit this world). Raises
-    CheckpointError, on all ranks alike, if the manifest finds damage or names or shapes differ.
+    `kinds` limits what is read ({'model'}: weights only, no values); all by default. `checked`: `latest_good` has read
+    every file already. Returns what a person should know (tensors of callbacks on one side only, states by rank that do
+    not fit this world). Raises CheckpointError, on all ranks alike, if a file is damaged or names or shapes differ.
     """
     world = mesh.axis("world")
-    wrong = gather_json(problems(folder, slice(mesh.rank, None, mesh.size)), world)
-    if damage := sorted({text for part in wrong for text in part}):
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(damage)}", "resume=<an earlier checkpoint>")
+    if wrong := [] if checked else damage(folder, world):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}", "resume=<the run's folder> takes its newest good checkpoint")
     index = index_of(folder)
     wanted = {name: held for name, held in state.tensors.items() if kinds is None or _kind(name) in kinds}
     offered = {name for name in index if kinds is None or _kind(name) in kinds}
     # A stage of a pipeline knows only its own names: what is unknown is unknown to all ranks together.
     known = {name for part in gather_json(sorted(wanted), world) for name in part}
     notes = _compare(known, offered, folder)
-    errors = gather_json(_fill({name: held for name, held in wanted.items() if name in index}, index, mesh), world)
+    wanted = {name: held for name, held in wanted.items() if name in index}
+    notes += _rounded(wanted, index)
+    errors = gather_json(_fill(wanted, index, mesh), world)
     if first := next((error for error in errors if error), None):
         raise CheckpointError(f"{folder} does not fit this run: {first}")
     if kinds is None:
@@ -74,23 +108,29 @@ def load(state: State, folder: Path, mesh: Mesh, kinds: Collection[str] | None =
 
 
 def index_of(folder: Path) -> dict[str, Saved]:
-    """Every tensor of the checkpoint `folder` by '<kind>/<name>', from the headers of its files alone."""
-    from safetensors import safe_open
-
+    """Every tensor of the checkpoint `folder` by '<kind>/<name>', from its files' headers alone. CheckpointError if one is unsound."""
     index: dict[str, Saved] = {}
     for entry in read_manifest(folder):
-        if not entry.path.endswith(".safetensors"):
-            continue
-        file = folder / entry.path
-        kind = Path(entry.path).parent.as_posix()
-        with safe_open(file, "pt") as opened:
-            places = json.loads((opened.metadata() or {}).get(HEADER, "{}"))
-            for key, place in places.items():
-                saved = index.setdefault(f"{kind}/{place['name']}", Saved(tuple(place["shape"]), []))
-                offsets = tuple(place["offsets"])
-                if all(piece.offsets != offsets for piece in saved.pieces):  # a weight that two stages hold lies in both's files
-                    saved.pieces.append(Piece(file, key, tuple(opened.get_slice(key).get_shape()), offsets))
+        if entry.path.endswith(".safetensors"):
+            _add(index, Path(entry.path).parent.as_posix(), folder / entry.path)
     return index
+
+
+def _add(index: dict[str, Saved], kind: str, path: Path) -> None:
+    """Put the pieces of one file into `index`."""
+    with path.open("rb") as opened:
+        file = TensorFile(opened, path.stat().st_size, str(path))
+    try:
+        for key, place in json.loads(file.metadata.get(HEADER, "{}")).items():
+            shape, offsets, span = tuple(place["shape"]), tuple(place["offsets"]), file.entries[key]
+            saved = index.setdefault(f"{kind}/{place['name']}", Saved(shape, span.dtype, []))
+            inside = all(low >= 0 and low + size <= whole for low, size, whole in zip(offsets, span.shape, shape, strict=True))
+            if (shape, span.dtype) != (saved.shape, saved.dtype) or not inside:
+                raise ValueError(f"{key} is no part of a {saved.dtype} of shape {list(saved.shape)}")
+            if all(piece.offsets != offsets for piece in saved.pieces):  # a weight that two stages hold may lie in both's files
+                saved.pieces.append(Piece(path, key, span.shape, offsets))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no sound file of tensors: {error}") from None
 
 
 def _kind(name: str) -> str:
@@ -118,8 +158,6 @@ def _listed(names: list[str]) -> str:
 
 def _fill(wanted: dict[str, tuple[Tensor, Layout]], index: dict[str, Saved], mesh: Mesh) -> str | None:
     """Copy every overlap into place, file by file; what does not fit, if anything."""
-    from safetensors import safe_open
-
     at = mesh.coordinate()
     reads: dict[Path, list[tuple[str, Slices, Tensor]]] = defaultdict(list)
     wrong = []
@@ -131,8 +169,8 @@ def _fill(wanted: dict[str, tuple[Tensor, Layout]], index: dict[str, Saved], mes
         filled = 0
         for whole, local in layout.pieces(at):
             for piece in saved.pieces:
-                if (overlap := _overlap(whole, local, piece)) is not None:
-                    part, into = overlap
+                if (shared := overlap(whole, local, piece.offsets, piece.shape)) is not None:
+                    part, into = shared
                     target = tensor.detach()[into]
                     reads[piece.file].append((piece.key, part, target))
                     filled += target.numel()
@@ -140,25 +178,30 @@ def _fill(wanted: dict[str, tuple[Tensor, Layout]], index: dict[str, Saved], mes
             wrong.append(f"{name}: only {filled} of {tensor.numel()} elements are in the checkpoint")
     if wrong:
         return "; ".join(wrong[:_SHOWN])
-    with torch.no_grad():
-        for file, parts in reads.items():
-            with safe_open(file, "pt") as opened:
-                for key, part, target in parts:
-                    # A scalar has no slices.
-                    target.copy_(opened.get_slice(key)[part] if part else opened.get_tensor(key))
+    try:
+        with torch.no_grad():
+            for path, parts in reads.items():
+                _read(path, parts)
+    except (CheckpointError, OSError) as error:
+        return str(error)
     return None
 
 
-def _overlap(whole: Slices, local: Slices, piece: Piece) -> tuple[Slices, Slices] | None:
-    """(slices within `piece`, slices of the local tensor) of what a held block and a saved piece share."""
-    part, into = [], []
-    for held, mine, offset, size in zip(whole, local, piece.offsets, piece.shape, strict=True):
-        low, high = max(held.start, offset), min(held.stop, offset + size)
-        if low >= high:
-            return None
-        part.append(slice(low - offset, high - offset))
-        into.append(slice(mine.start + low - held.start, mine.start + high - held.start))
-    return tuple(part), tuple(into)
+def _read(path: Path, parts: list[tuple[str, Slices, Tensor]]) -> None:
+    """Fill targets from one file."""
+    with path.open("rb") as opened:
+        file = TensorFile(opened, path.stat().st_size, str(path))
+        for key, part, target in parts:
+            file.read(key, part, target)
+
+
+def _rounded(wanted: dict[str, tuple[Tensor, Layout]], index: dict[str, Saved]) -> list[str]:
+    """What another type of numbers means."""
+    types = {(index[name].dtype, tensor.dtype) for name, (tensor, _) in wanted.items()}
+    changed = {(saved, here) for saved, here in types if saved != here}
+    return [
+        f"the checkpoint holds {saved} where this run has {here}: its numbers are converted" for saved, here in sorted(changed, key=str)
+    ]
 
 
 def _values_for(values: dict[str, Any], mesh: Mesh) -> tuple[dict[str, Any], list[str]]:

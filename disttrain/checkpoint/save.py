@@ -1,137 +1,178 @@
-"""Writing a checkpoint: every rank its own pieces, the name given last.
+"""Saving a run beside its training: the loop pays for a copy to host memory, a thread on each rank writes it.
 
-Two halves, so that the second may one day run beside the training: `snapshot` copies to host memory and is all
-that the loop must wait for; `Snapshot.write` and `commit` touch only files and the copy.
+Two copies are kept and used in turn. While one save is being written the next may wait in the other; a third waits
+in the loop until the first is on this rank's disk. A save that fails anywhere leaves the checkpoints before it as they are.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections import defaultdict
-from collections.abc import Mapping
+import logging
+import secrets
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from disttrain.checkpoint.files import VALUES, Entry, flush, old_path, partial_path, write_json, write_manifest
+from disttrain.checkpoint import files
+from disttrain.checkpoint.memory import HostCopy, Plan
+from disttrain.checkpoint.retain import remove
 from disttrain.checkpoint.state import State
+from disttrain.checkpoint.writer import Job, Writer
 from disttrain.parallel.collectives import gather_json
-from disttrain.parallel.layout import Cut, Layout
-from disttrain.parallel.mesh import AXES, VIEWS, Mesh
+from disttrain.parallel.mesh import Mesh
 
-HEADER = "disttrain"
-"""Key of a safetensors file's metadata that holds {key in the file: {name, shape, offsets}} as JSON."""
+VISIBLE_SECONDS = 60.0
+"""How late a shared file system may show rank 0 what another rank has written."""
+NUM_COPIES = 2
 
-
-@dataclass
-class Snapshot:
-    """This rank's part of a checkpoint, in host memory and its own."""
-
-    rank: int
-    tensors: dict[str, dict[str, Tensor]]
-    """By kind, then by key in the file."""
-    places: dict[str, dict[str, dict[str, Any]]]
-    """Of each of them: `name` and whole `shape` of the tensor, `offsets` of the piece in it."""
-    values: dict[str, Any]
-
-    def write(self, folder: Path) -> list[Entry]:
-        """Write this rank's tensors into `folder` and flush them to the disk."""
-        from safetensors.torch import save_file
-
-        entries = []
-        for kind, tensors in self.tensors.items():
-            (folder / kind).mkdir(parents=True, exist_ok=True)
-            file = folder / kind / f"rank-{self.rank}.safetensors"
-            save_file(tensors, file, {"format": "pt", HEADER: json.dumps(self.places[kind])})
-            flush(file)
-            entries.append(Entry.of(file, folder))
-        return entries
+_log = logging.getLogger(__name__)
 
 
-def snapshot(state: State, mesh: Mesh) -> Snapshot:
-    """Copy to host memory what this rank has to write: the pieces that it is the first replica of. No communication."""
-    at = mesh.coordinate()
-    tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    places: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for full_name, (tensor, layout) in state.tensors.items():
-        if not _is_writer(layout, at):
-            continue
-        kind, name = full_name.split("/", 1)
-        for whole, local in layout.pieces(at):
-            piece = tensor.detach()[local]
-            key = name if piece.shape == layout.shape else f"{name}[{','.join(f'{cut.start}:{cut.stop}' for cut in whole)}]"
-            tensors[kind][key] = piece.to("cpu", copy=True).contiguous()
-            places[kind][key] = {"name": name, "shape": list(layout.shape), "offsets": [cut.start for cut in whole]}
-    values = json.loads(json.dumps(state.values))
-    return Snapshot(mesh.rank, dict(tensors), dict(places), values)
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended. `error` says why there is no such checkpoint; None if there is."""
+
+    step: int
+    error: str | None
+
+
+class Saver:
+    """One rank's side of all saves of a run. What every rank must call is marked; nothing else here talks to another rank."""
+
+    def __init__(self, checkpoints: Path, mesh: Mesh, device: torch.device | None = None) -> None:
+        """Every rank. Checkpoints go to `checkpoints/step-<n>`; `device` is the state's."""
+        self._checkpoints, self._mesh, self._device = checkpoints, mesh, device or torch.device("cpu")
+        self._token = str(self._gather(secrets.token_hex(4))[0])
+        self._writer = Writer()
+        self._copies: list[HostCopy] = []
+        self._plan: Plan | None = None
+        self._jobs: list[Job] = []
+        self._failures: list[tuple[int, str]] = []
+        if mesh.rank == 0:
+            files.clear_partial(checkpoints)
+
+    def save(self, state: State, step: int) -> None:
+        """Every rank. Copy `state` and have it written; returns when it is copied, so that training may go on.
+
+        Values under 'by_rank' differ from rank to rank and are saved as a list; {kind: {name: values}} under 'by_name'
+        are merged over ranks, which need not hold the same names.
+        """
+        if self._plan is None or not self._plan.fits(state):
+            self._plan = Plan(state, self._mesh)
+        copy = self._free_copy(self._plan.num_bytes)
+        total = self._agree(self._plan.num_bytes)
+        copy.take(state, self._plan)
+        values: dict[str, Any] = json.loads(json.dumps(state.values))  # a copy, and what is no JSON is found here
+        own = {key: values.pop(key, None) for key in ("by_rank", "by_name")}
+        folder = self._checkpoints / files.step_name(step)
+        needed = total if self._mesh.rank == 0 else self._plan.num_bytes
+        job = Job(step, folder, self._token, self._mesh.rank, self._mesh.size, copy, self._plan.files, own, values, needed)
+        self._jobs.append(job)
+        self._writer.submit(job)
+
+    def poll(self) -> list[Saved]:
+        """What has ended since this was asked last, as far as this rank knows; rank 0 knows of all. No waiting."""
+        told = []
+        for job in [job for job in self._jobs if job.ended.is_set()]:
+            self._jobs.remove(job)
+            if job.error is not None:
+                self._failures.append((job.step, job.error))
+                told.append(Saved(job.step, job.error))
+            else:
+                told.append(Saved(job.step, None))
+                if job.rank == 0:
+                    self._look_ahead(job.num_bytes)
+        return told
+
+    def drain(self) -> list[Saved]:
+        """Every rank. Wait for what is under way, without pauses, and agree on how it ended."""
+        self._writer.hurry.set()
+        for job in self._jobs:
+            (job.written if job.rank == 0 else job.ended).wait()
+        self._agree(0)
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        for job in self._jobs:
+            if not job.ended.wait(max(0.0, deadline - time.monotonic())):
+                job.given_up = "rank 0 does not see the files of all ranks: do all machines share the run folder?"
+                job.ended.wait()
+        self._writer.hurry.clear()
+        ended = {saved.step: saved.error for saved in self.poll()}
+        ended |= dict(self._gather(list(ended.items()))[0])
+        return [Saved(step, error) for step, error in ended.items()]
+
+    def remove(self, steps: Sequence[int]) -> None:
+        """Rank 0. Delete these checkpoints, beside the training too."""
+        if steps:
+            self._writer.submit(partial(remove, self._checkpoints, list(steps)))
+
+    def leave(self, seconds: float) -> None:
+        """This rank alone, after an error: let what is under way be finished, if it can be in `seconds`."""
+        self._writer.hurry.set()
+        deadline = time.monotonic() + seconds
+        for job in self._jobs:
+            job.ended.wait(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Let the thread and the memory go, after `drain`."""
+        self._writer.close()
+        self._copies = []
+
+    def _free_copy(self, num_bytes: int) -> HostCopy:
+        """Host memory that no save under way needs, once there is some: the one that was used longest ago."""
+        in_use = [job.copy for job in self._jobs if not job.written.is_set()]
+        if len(in_use) == NUM_COPIES:
+            self._writer.hurry.set()
+            oldest = next(job for job in self._jobs if not job.written.is_set())
+            oldest.written.wait()
+            self._writer.hurry.clear()
+            in_use = [job.copy for job in self._jobs if not job.written.is_set()]
+        free = [copy for copy in self._copies if not any(copy is used for used in in_use)]
+        fitting = next((copy for copy in free if copy.num_bytes == num_bytes), None)
+        if fitting is None:
+            self._copies = [copy for copy in self._copies if any(copy is used for used in in_use)]
+            fitting = HostCopy(num_bytes, self._device.type == "cuda")
+            self._copies.append(fitting)
+        return fitting
+
+    def _agree(self, num_bytes: int) -> int:
+        """Tell all what failed here, so that rank 0 gives it up instead of waiting for it. Returns the sum of `num_bytes`."""
+        failed = [*self._failures, *((job.step, job.error) for job in self._jobs if job.error is not None)]
+        told = self._gather({"failed": failed, "num_bytes": num_bytes})
+        for rank, word in enumerate(told):
+            for step, error in word["failed"]:
+                for job in self._jobs:
+                    if job.step == step and job.given_up is None:
+                        job.given_up = f"rank {rank}: {error}"
+        return sum(int(word["num_bytes"]) for word in told)
+
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_json(value, self._mesh.axis("world"), self._device)
+
+    def _look_ahead(self, num_bytes: int) -> None:
+        """Warn while there is still time, before the save that will not fit."""
+        free = files.free_bytes(self._checkpoints)
+        if free is not None and free < num_bytes:
+            _log.warning(
+                "%s has %.2f GB free and the next checkpoint needs %.2f GB: make room, or keep fewer (callbacks.checkpoint.keep_last)",
+                self._checkpoints,
+                free / 1e9,
+                num_bytes / 1e9,
+            )
 
 
 def save(state: State, folder: Path, mesh: Mesh) -> None:
-    """Write `state` as the checkpoint `folder`; when this returns, it is complete on every rank.
-
-    Every rank calls it. Values under 'by_rank' are gathered into a list. A rank that cannot write makes all of
-    them raise OSError, and what lay under the final name before stays.
-    """
-    world = mesh.axis("world")
-    partial = partial_path(folder)
-    if mesh.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    gather_json(None, world)
-    part = snapshot(state, mesh)
-    error: str | None = None
-    entries: list[Entry] = []
-    try:
-        entries = part.write(partial)
-    except OSError as failure:
-        error = str(failure)
-    sent = {"error": error, "entries": [vars(entry) for entry in entries], "by_rank": part.values.pop("by_rank", None)}
-    parts = gather_json(sent, world)
-    _raise_first([sent["error"] for sent in parts], folder)
-    if mesh.rank == 0:
-        try:
-            by_rank = [sent["by_rank"] for sent in parts]
-            commit(partial, folder, part.values if by_rank[0] is None else part.values | {"by_rank": by_rank}, _entries(parts))
-        except OSError as failure:
-            error = str(failure)
-    _raise_first(gather_json(error, world), folder)
-
-
-def commit(partial: Path, folder: Path, values: dict[str, Any], entries: list[Entry]) -> None:
-    """Make the written folder `partial` the checkpoint `folder`: values, manifest, flush, rename. Rank 0 alone."""
-    for entry in entries:
-        file = partial / entry.path
-        if not file.is_file() or file.stat().st_size != entry.size:
-            raise OSError(f"rank 0 does not see {entry.path} whole: do all machines share the run folder?")
-    write_json(partial / VALUES, values)
-    write_manifest(partial, [*entries, Entry.of(partial / VALUES, partial)])
-    for kind in {Path(entry.path).parent for entry in entries}:
-        flush(partial / kind)
-    flush(partial)
-    old = old_path(folder)
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(partial, folder)
-    flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _is_writer(layout: Layout, at: Mapping[str, int]) -> bool:
-    """First replica on every axis that does not cut the tensor. Stages (`pp`) hold different tensors under different names."""
-    cut = {part for axis, placement in layout.placements.items() if isinstance(placement, Cut) for part in VIEWS.get(axis, (axis,))}
-    return all(at[axis] == 0 for axis in AXES if axis not in cut and axis != "pp")
-
-
-def _entries(parts: list[dict[str, Any]]) -> list[Entry]:
-    return [Entry(**line) for part in parts for line in part["entries"]]
-
-
-def _raise_first(errors: list[str | None], folder: Path) -> None:
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise OSError(f"{folder.name} was not saved: rank {rank}: {error}")
+    """Write `state` as the checkpoint `folder` (`.../step-<n>`) and wait for it. Every rank calls it; OSError on all if it failed."""
+    saver = Saver(folder.parent, mesh)
+    step = files.step_of(folder.name)
+    assert step is not None, f"{folder.name} is no name of a checkpoint"
+    saver.save(state, step)
+    ended = saver.drain()
+    saver.close()
+    for saved in ended:
+        if saved.error is not None:
+            raise OSError(f"{folder.name} was not saved: {saved.error}")

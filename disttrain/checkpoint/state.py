@@ -15,7 +15,8 @@ class State:
     """`tensors` by '<kind>/<name>' ('model/blocks.0.norm1.weight', 'optimizer/<parameter>/exp_avg', 'callbacks/ema/...').
 
     Each is this rank's local part with the layout that says which part. `values` are JSON: 'progress', 'rng',
-    'data', 'update', 'callbacks'; those under 'by_rank' differ from rank to rank, all others are the same on each.
+    'data', 'update', 'callbacks'; those under 'by_rank' differ from rank to rank, those under 'by_name'
+    ({kind: {name: values}}) are each rank's word on the names that it holds; all others are the same on each rank.
     """
 
     tensors: dict[str, tuple[Tensor, Layout]] = field(default_factory=dict)

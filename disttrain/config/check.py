@@ -7,15 +7,20 @@ only a machine can say of its own ranks (threads, start method, network interfac
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from disttrain.config import world
-from disttrain.config.components import CHOICES_FOR, GIVES, TAKES
+from disttrain.config import schedules, world
+from disttrain.config.components import CHOICES_FOR, GIVES, TAKES, needs_whole
+from disttrain.config.deepspeed import check_deepspeed
+from disttrain.config.local_sgd import check_local_sgd
 from disttrain.config.schema import Config
+from disttrain.config.sequence import check_sequence
 from disttrain.errors import ConfigError
+from disttrain.places import is_remote
 
 ACCUMULATION = "disttrain.callbacks.grad_accumulation.GradAccumulation"
 AMP = "disttrain.callbacks.amp.AMP"
@@ -25,9 +30,11 @@ DATA_PATHS = {"data_dir", "paths"}
 POSITIVE = {
     "train": ("steps", "epochs", "global_batch_size", "log_every", "eval_every", "clip_norm"),
     "verify": ("steps", "tolerance"),
+    "plan": ("top", "tokens"),
+    "doctor": ("steps", "warmup"),
     "generate": ("length", "top_k"),
     "launch": ("world_size", "nodes", "threads", "timeout_seconds"),
-    "strategy": ("bucket_size",),
+    "strategy": ("loss_chunk", "virtual_stages", "bucket_size", "compression_rank", "recompute_every", "sync_every", "outer_lr"),
     "model": ("num_layers", "num_heads", "num_kv_heads", "hidden_size", "intermediate_size", "vocab_size", "max_seq_len", "num_classes"),
 }
 NOT_NEGATIVE = {
@@ -53,8 +60,15 @@ def check(config: Config, launched: int | None = None) -> Config:
     config.launch = world.check_launch(config, launched)
     config.strategy = world.check_degrees(config.strategy, int(config.launch.world_size))
     world.check_tensor(config)
+    world.check_experts(config)
+    check_optimizer(config)
+    check_memory(config)
+    check_sequence(config)
     check_batch(config)
+    check_pipeline(config)
     check_callbacks(config)
+    check_local_sgd(config)
+    config.strategy = check_deepspeed(config)
     return config
 
 
@@ -62,7 +76,7 @@ def anchored(config: Config, cwd: str) -> Config:
     """The config with relative paths taken against `cwd`, the folder the command was typed in, whatever the ranks' is."""
 
     def absolute(path: str) -> str:
-        return path if path.startswith("~") else os.path.join(cwd, path)
+        return path if path.startswith("~") or is_remote(path) else os.path.join(cwd, path)
 
     config = copy.copy(config)
     config.paths = replace(config.paths, data=absolute(config.paths.data))
@@ -70,6 +84,8 @@ def anchored(config: Config, cwd: str) -> Config:
         config.resume = absolute(str(config.resume))
     if config.init_from is not None:
         config.init_from = absolute(config.init_from)
+    if isinstance(config.strategy.deepspeed, str):
+        config.strategy = replace(config.strategy, deepspeed=absolute(config.strategy.deepspeed))
     if str(config.dataset.get("_target_")).startswith("disttrain."):
         for name in DATA_PATHS & config.dataset.keys():
             value = config.dataset[name]
@@ -78,7 +94,7 @@ def anchored(config: Config, cwd: str) -> Config:
 
 
 def check_numbers(config: Config) -> None:
-    """Signs of numbers."""
+    """Signs of numbers, and that they are numbers."""
     for limit, table in ((0, NOT_NEGATIVE), (1, POSITIVE)):
         for section, names in table.items():
             part = getattr(config, section)
@@ -86,6 +102,8 @@ def check_numbers(config: Config) -> None:
             for name in names or ("",):
                 value = values.get(name)
                 key = f"{section}.{name}".rstrip(".")
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ConfigError(f"{key}={value} is not a finite number", f"{key}=<a number>")
                 if isinstance(value, (int, float)) and (value < 0 or (limit and value == 0)):
                     raise ConfigError(f"{key}={value} must be {'more than' if limit else 'at least'} zero", f"{key}={limit}")
     dropout = config.model.get("dropout")
@@ -132,6 +150,36 @@ def check_heads(model: Mapping[str, Any]) -> None:
         raise ConfigError(f"model.num_heads={heads} is not divisible by model.num_kv_heads={groups}", f"model.num_kv_heads={heads}")
 
 
+def check_optimizer(config: Config) -> None:
+    """An optimizer that looks at whole matrices gets them. Under tp, shipped models and those with a plan given are cut."""
+    target, knobs = str(config.optimizer.get("_target_")), config.strategy
+    has_plan = bool(knobs.plan) or str(config.model.get("_target_")).startswith("disttrain.")
+    cutting = [name for name, cuts in (("dp_shard", knobs.zero > 0), ("tp", has_plan)) if cuts and getattr(knobs, name) > 1]
+    if cutting and not target.startswith("disttrain.") and (why := needs_whole([target.rpartition(".")[2]])):
+        found = f"{target} {why}, and strategy.{cutting[0]}={getattr(knobs, cutting[0])} cuts matrices over ranks"
+        raise ConfigError(found, "optimizer=muon or adamw, or strategy=ddp")
+
+
+def check_memory(config: Config) -> None:
+    """What is kept for backward is chosen once: by us, or by the compiler. What is compressed are whole gradients."""
+    if config.strategy.compression != "none" and world.shares_rows(config.strategy):
+        raise ConfigError(
+            f"strategy.compression={config.strategy.compression} compresses whole gradients, and strategy.dp_shard shares them out",
+            "strategy.compression=none",
+        )
+    if config.strategy.compile and config.strategy.recompute == "selective":
+        raise ConfigError(
+            "strategy.compile=true and strategy.recompute=selective both choose which activations a block keeps", "strategy.recompute=full"
+        )
+    schedule = config.strategy.schedule
+    if config.strategy.recompute == "selective" and config.strategy.pp > 1 and schedules.SCHEDULES[schedule].splits_backward:
+        raise ConfigError(
+            f"strategy.recompute=selective keeps results for one backward, and strategy.schedule={schedule} runs two, "
+            "for inputs and for weights",
+            "strategy.recompute=full, or strategy.schedule=interleaved_1f1b",
+        )
+
+
 def check_batch(config: Config) -> None:
     """The global batch is cut into whole micro-batches on every data rank; a rank's part that is smaller than one is one."""
     total = config.train.global_batch_size
@@ -141,7 +189,8 @@ def check_batch(config: Config) -> None:
         if total % ranks:
             multiple = world.nearest_multiple(total, ranks)
             raise ConfigError(
-                f"train.global_batch_size={total} is not divisible by strategy.dp_replicate={ranks}", f"train.global_batch_size={multiple}"
+                f"train.global_batch_size={total} is not divisible by {ranks} data ranks ({world.data_keys(config.strategy)})",
+                f"train.global_batch_size={multiple}",
             )
         return
     key = f"callbacks.{name}.micro_batch_size"
@@ -154,10 +203,58 @@ def check_batch(config: Config) -> None:
     remedies = [f"{key}={max(legal)}"] if legal else []
     remedies.append(f"train.global_batch_size={world.nearest_multiple(total, micro * ranks)}")
     raise ConfigError(
-        f"train.global_batch_size={total} is not divisible by {key}={micro} times {ranks} data ranks (strategy.dp_replicate); "
+        f"train.global_batch_size={total} is not divisible by {key}={micro} times {ranks} data ranks ({world.data_keys(config.strategy)}); "
         f"nearest that fits: {' or '.join(remedies)}",
         remedies[0],
     )
+
+
+def check_pipeline(config: Config) -> None:
+    """A pipeline has a layer for each stage, and as many micro-batches a step as its schedule takes."""
+    strategy = config.strategy
+    name, size = strategy.schedule, strategy.pp
+    if size == 1:
+        if strategy.stage_split or strategy.virtual_stages is not None:
+            key = "stage_split" if strategy.stage_split else "virtual_stages"
+            raise ConfigError(f"strategy.{key}={getattr(strategy, key)} needs strategy.pp of two or more", "strategy=pipeline_parallel")
+        return
+    if world.shares_rows(strategy) and strategy.zero != 1:
+        raise ConfigError(
+            f"strategy.zero={strategy.zero} under strategy.pp={size}: a pipeline's schedule keeps weights and gradients whole until its "
+            "last backward, which is strategy.zero=1",
+            "strategy.zero=1",
+        )
+    if world.shares_rows(strategy) and strategy.find_unused_parameters:
+        raise ConfigError(
+            f"strategy.find_unused_parameters=true under strategy.pp={size} and strategy.dp_shard={strategy.dp_shard}: a schedule "
+            "that splits backward does not say which gradients it made",
+            "strategy.find_unused_parameters=false",
+        )
+    virtual = schedules.stages_a_rank(name, strategy.virtual_stages)
+    layers = config.model.get("num_layers")
+    if isinstance(layers, int) and layers < size * virtual and not strategy.stage_split:
+        stages = f"strategy.pp={size}" + (f" times {virtual} stages a rank (strategy.schedule={name})" if virtual > 1 else "")
+        raise ConfigError(f"model.num_layers={layers}: fewer than {stages}, and each stage needs one", f"model.num_layers={size * virtual}")
+    callback = _key_of(config, ACCUMULATION)
+    if callback is None:
+        raise ConfigError(
+            "strategy.pp passes micro-batches from rank to rank, and no callback says how large one is",
+            "callbacks=[none,grad_accumulation]",
+        )
+    local = config.train.global_batch_size // (strategy.dp_replicate * strategy.dp_shard)
+    micro = min(config.callbacks[callback].get("micro_batch_size", 8), local)
+    found = local // micro
+    if not schedules.takes(name, found, size):
+        fits = schedules.nearest(name, found, size, divides=local)
+        remedy = f"callbacks.{callback}.micro_batch_size={local // fits}" if fits else ""
+        if not fits:
+            fits = schedules.nearest(name, found, size) or size
+            remedy = f"train.global_batch_size={fits * micro * config.train.global_batch_size // local}"
+        raise ConfigError(
+            f"strategy.schedule={name} on strategy.pp={size} ranks takes {schedules.needs(name, size)}; "
+            f"train.global_batch_size and callbacks.{callback}.micro_batch_size={micro} make {found}; nearest: {fits}",
+            remedy,
+        )
 
 
 def check_callbacks(config: Config) -> None:
@@ -170,9 +267,16 @@ def check_callbacks(config: Config) -> None:
         seen[target] = key
     amp = _key_of(config, AMP)
     precision = "fp32" if amp is None else config.callbacks[amp].get("precision", "fp32")
+    key = f"callbacks.{amp or 'amp'}.precision"
     if config.train.dtype == "float64" and precision != "fp32":
-        key = f"callbacks.{amp}.precision"
         raise ConfigError(f"train.dtype=float64 is for proofs and {key}={precision} for speed: not both", f"{key}=fp32")
+    if config.train.dtype == "bfloat16" and precision == "fp16":
+        raise ConfigError(f"train.dtype=bfloat16 with {key}=fp16: weights in one half type, products in the other", "train.dtype=float32")
+    if config.strategy.gather_dtype == "bf16" and precision != "bf16":
+        raise ConfigError(
+            f"strategy.gather_dtype=bf16 rounds weights, and {key}={precision} computes with more of them than is left",
+            f"{key}=bf16, or strategy.gather_dtype=weights",
+        )
 
 
 def _key_of(config: Config, target: str) -> str | None:

@@ -13,18 +13,17 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 from disttrain.config import typed
-from disttrain.config.schema import Config
-from disttrain.errors import CheckpointError, ConfigError
+from disttrain.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
-GIVEN_BY_BUILD = frozenset({"params", "num_steps", "self"})
-"""Arguments that the run fills in: an optimizer's parameters, a schedule's length."""
+GIVEN_BY_BUILD = frozenset({"params", "whole", "num_steps", "optimizer", "self"})
+"""Arguments that the run fills in: an optimizer's parameters and whole matrices, a schedule's length, a torch scheduler's optimizer."""
 
 _BETAS = tuple[float, float]
 TORCH_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
@@ -33,9 +32,21 @@ TORCH_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "torch.optim.SGD": {"lr": float, "momentum": float, "dampening": float, "weight_decay": float, "nesterov": bool},
 }
 
+WHOLE_MATRIX: Mapping[str, str] = {
+    "muon": "orthogonalises whole matrices",
+    "adafactor": "takes means over whole rows and columns",
+    "shampoo": "preconditions whole matrices",
+    "soap": "preconditions whole matrices",
+    "lbfgs": "takes products over all parameters",
+    "lamb": "scales by norms of whole matrices",
+    "lars": "scales by norms of whole matrices",
+}
+"""Optimizers whose update of an element depends on more than that element, by part of the class's name: what they do."""
+
 TAKES: Mapping[str, str] = {
     "disttrain.models.gpt.GPT": "tokens",
     "disttrain.models.cnn.SimpleCNN": "images",
+    "disttrain.models.resnet.ResNet18": "images",
     "disttrain.models.block.TransformerBlock": "vectors",
 }
 GIVES: Mapping[str, str] = {
@@ -86,7 +97,7 @@ def check_component(values: Any, place: str) -> dict[str, Any]:
         inner = f"{place}.{name}"
         if parameter is None and not signature.open:
             error = typed.unknown(inner, value, known)
-            raise ConfigError(f"{error.message} ({target} takes {', '.join(k.rpartition('.')[2] for k in known) or 'none'})", error.remedy)
+            raise ConfigError(f"{error.message} ({target}{'' if known else ' takes no arguments'})", error.remedy)
         if isinstance(value, Mapping) and "_target_" in value:
             checked[name] = check_component(value, inner)
         else:
@@ -97,23 +108,15 @@ def check_component(values: Any, place: str) -> dict[str, Any]:
     return checked
 
 
-def check_stored(config: Config, typed_now: Sequence[str]) -> None:
-    """Refuse what a stored run names to be called, unless it is a class or was typed this time: reading runs no code.
-
-    CheckpointError for a function, which might do anything with the arguments stored beside it.
-    """
-    for place, target in _targets(vars(config), ""):
-        known = target in TORCH_OPTIMIZERS or target.startswith("disttrain.")
-        if not known and not any(target in word for word in typed_now) and not inspect.isclass(_find(target, place)):
-            raise CheckpointError(f"the stored run asks to call {target}, which is no class", f"{place}._target_={target}, if you trust it")
+def needs_whole(names: Iterable[str]) -> str | None:
+    """Why an optimizer whose class and bases have these names can't update parts of a matrix; None if it can."""
+    return next((why for name in names for part, why in WHOLE_MATRIX.items() if part in name.lower()), None)
 
 
-def _targets(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if name == "_target_":
-            yield where, str(value)
-        elif isinstance(value, Mapping):
-            yield from _targets(value, f"{where}.{name}" if where else name)
+def is_class_of_ours(target: str) -> bool:
+    """Whether `target` is a class of this package, found without importing it."""
+    module, _, name = target.rpartition(".")
+    return _read(module, name) is not None
 
 
 @functools.cache
@@ -125,12 +128,15 @@ def signature_of(target: str, place: str) -> Signature:
     if module.split(".")[0] == "disttrain":
         found = _read(module, name)
         if found is None:
-            raise ConfigError(f"{place}._target_={target}: {module} has no class {name}", f"{place}._target_=my_package.MyClass")
+            tree = _source(module)
+            near = typed.nearest(name, [node.name for node in tree.body if isinstance(node, ast.ClassDef)] if tree else [])
+            instead = f"{module}.{near}" if near else "my_package.MyClass"
+            raise ConfigError(f"{place}._target_={target}: {module} has no class {name}", f"{place}._target_={instead}")
         return found
-    return _inspect(_find(target, place))
+    return _inspect(find(target, place))
 
 
-def _find(target: str, place: str) -> Callable[..., Any]:
+def find(target: str, place: str) -> Callable[..., Any]:
     """Import a user's own class. What the standard library offers is no component."""
     module, _, name = target.rpartition(".")
     if module.split(".")[0] in sys.stdlib_module_names:
@@ -144,7 +150,8 @@ def _find(target: str, place: str) -> Callable[..., Any]:
             f"{place}._target_=my_package.MyClass",
         ) from error
     except AttributeError as error:
-        raise ConfigError(f"{place}._target_={target}: {module} has no {name}", f"{place}._target_={module}.<class>") from error
+        near = typed.nearest(name, [key for key, value in vars(sys.modules[module]).items() if callable(value)])
+        raise ConfigError(f"{place}._target_={target}: {module} has no {name}", f"{place}._target_={module}.{near or '<class>'}") from error
     if not callable(found):
         raise ConfigError(f"{place}._target_={target} is neither a class nor a function", f"{place}._target_=my_package.MyClass")
     if without_torch and "torch" in sys.modules:

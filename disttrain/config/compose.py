@@ -35,15 +35,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from disttrain.config import manual, messages, sources, typed
 from disttrain.config.check import check_pair
-from disttrain.config.components import check_component, check_stored
+from disttrain.config.components import check_component
 from disttrain.config.overrides import close, open_up
 from disttrain.config.schema import Config
 from disttrain.config.sweeper import Job, JobSweeper, jobs_of
+from disttrain.config.trust import check_stored
 from disttrain.errors import ConfigError
 
 COMPONENTS = ("model", "dataset", "optimizer", "scheduler")
 KEYED = ("callbacks", "metrics")
-GROUPS = ("strategy", *COMPONENTS, "callbacks", "launch", "experiment", "debug")
+GROUPS = ("strategy", *COMPONENTS, "callbacks", "launch", "hardware", "experiment", "debug")
 SWEEPER = "disttrain.config.sweeper.JobSweeper"
 
 
@@ -57,8 +58,10 @@ class Request:
     """`-cd`: searched first."""
     arguments: argparse.Namespace = field(default_factory=argparse.Namespace)
     multirun: bool = False
-    typed: list[str] | None = None
+    typed: list[str] = field(default_factory=list)
     """In a resumed run, the overrides of this time only."""
+    stored_in: Path | None = None
+    """The resumed run's folder; the other overrides are its."""
 
     def words(self) -> list[str]:
         """What `overrides.yaml` stores: enough to compose the same config again."""
@@ -224,10 +227,10 @@ def _not_chosen(group: str, key: str, keyed: list[str]) -> ConfigError:
 def compose(app: Hydra, request: Request) -> tuple[DictConfig, Config]:
     """One run: everything with Hydra's own part, and the settled config."""
     composed = app.config_loader.load_configuration(request.config_name, request.overrides, RunMode.RUN)
-    config = enter(composed, "hydra.run.dir")
-    if request.typed is not None:
-        check_stored(config, request.typed)
-    return composed, config
+    if request.stored_in is not None:
+        raw: Any = OmegaConf.to_container(composed, resolve=False)
+        check_stored(raw, request.typed, request.stored_in)  # before anything that it names is imported
+    return composed, enter(composed, "hydra.run.dir")
 
 
 def enter(composed: DictConfig, *folder_keys: str) -> Config:

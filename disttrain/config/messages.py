@@ -13,7 +13,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from disttrain.config.overrides import key_of
-from disttrain.config.typed import dotted, nearest, nearest_key
+from disttrain.config.typed import alike, dotted, nearest, nearest_key
 from disttrain.errors import ConfigError, UserError
 
 
@@ -70,10 +70,12 @@ def _no_such_choice(error: MissingConfigException, loader: ConfigLoaderImpl) -> 
         options = [*loader.repository.get_group_options(""), "disttrain"]
         near = nearest(name, options)
         return ConfigError(f"there is no primary config '{name}.yaml'", f"-cn {near or 'disttrain'}")
+    if missing == "hardware/here":
+        return ConfigError("hardware=here is this machine as doctor measures it, and it has not yet", "python -m disttrain doctor")
     options = list(error.options or loader.repository.get_group_options(group))
-    near = nearest(name, options)
+    near = " or ".join(alike(name, options)) or "<one of these>"
     allowed = ", ".join(options) if options else "nothing here"
-    return ConfigError(f"{group}={name}: there is no such choice; {group} can be {allowed}", f"{group}={near or (options or ['?'])[0]}")
+    return ConfigError(f"{group}={name}: there is no such choice; {group} can be {allowed}", f"{group}={near}")
 
 
 def _misses_a_name(word: str, loader: ConfigLoaderImpl) -> bool:
@@ -95,7 +97,8 @@ def _nothing_to_delete(key: str, loader: ConfigLoaderImpl) -> ConfigError:
     sections = {name: value for name, value in composed.items_ex(resolve=False) if name != "hydra"}
     known = [*(f"callbacks.{name}" for name in composed.get("callbacks") or ()), *dotted(sections)]
     near = nearest_key(key, known)
-    return ConfigError(f"~{key}: there is no such key to delete", f"~{near}" if near else None)
+    remedy = f"leave out ~{key}: your choice of groups has no such key" if near == key else f"~{near}" if near else None
+    return ConfigError(f"~{key}: there is no such key to delete", remedy)
 
 
 def _one_line(text: str) -> str:

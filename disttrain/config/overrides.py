@@ -6,9 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from disttrain.errors import CheckpointError, ConfigError
+from disttrain.errors import CheckpointError, ConfigError, UserError
+from disttrain.places import is_remote, shown
 
 _KEY = re.compile(r"^(?P<mark>~|\+{0,2})(?P<key>[^=]*)")
+
+
+CHOSEN_WHOLE = ("strategy", "model", "dataset", "optimizer", "scheduler")
+"""Groups whose keys belong to the choice; callbacks' belong to the callback."""
 
 
 def key_of(word: str) -> str:
@@ -27,6 +32,13 @@ def value_of(words: Iterable[str], key: str) -> str | None:
     if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         value = value[1:-1]
     return None if value in ("", "null") else value
+
+
+def fitting(stored: Sequence[str], typed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Stored overrides to keep and to leave out: where another choice of a group is typed, the old one's keys go with it."""
+    chosen_anew = {group for group in CHOSEN_WHOLE if (choice := value_of(typed, group)) and choice != value_of(stored, group)}
+    left_out = [word for word in stored if key_of(word).partition(".")[0] in chosen_anew and "." in key_of(word)]
+    return [word for word in stored if word not in left_out], left_out
 
 
 def merge(stored: Sequence[str], typed: Sequence[str]) -> list[str]:
@@ -53,19 +65,62 @@ def close(word: str) -> str:
     return word.lstrip("+") if word.startswith("+") else word
 
 
+def for_shell(key: str, value: str) -> str:
+    """An override as one types it into a shell, in Hydra's quotes and the shell's where the value needs them."""
+    return f"{key}={value}" if re.fullmatch(r"[\w./~-]+", value, re.ASCII) else f"\"{key}='{value}'\""
+
+
 def find_run(resume: str, outputs: Path, run_name: str | None) -> Path | None:
-    """The run folder that `resume` names: a run, a checkpoint in one, or the newest of `run_name` for 'auto' (None if there is none)."""
+    """The run folder that `resume` names: a run, a checkpoint in one, or, for 'auto', the run of `run_name` with the newest checkpoint.
+
+    None where 'auto' finds none.
+    """
     if resume == "auto":
-        files = [file for pattern in ("*/*", "*/*/*") for file in outputs.glob(f"{pattern}/overrides*.yaml")]
-        files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
-        return next((file.parent.absolute() for file in files if _name_of(file.parent) == run_name), None)
+        saved = sorted(((when, run) for run in runs_in(outputs) if (when := _saved_at(run)) is not None), reverse=True)
+        return next((run.absolute() for _, run in saved if _name_of(run) == run_name), None)
+    if is_remote(resume):
+        raise ConfigError(f"resume={resume} is a place in a store; the run goes on in its folder", "resume=<run folder>")
     folder = Path(resume).expanduser().absolute()
     if not folder.exists():
-        raise ConfigError(f"resume={resume}: there is no such folder", "resume=auto")
+        raise _no_run(ConfigError, f"resume={resume}: there is no such folder", outputs)
     for candidate in (folder, *folder.parents[:2]):
         if (candidate / "overrides.yaml").is_file():
             return candidate
-    raise CheckpointError(f"resume={resume} is neither a run folder nor a checkpoint in one (no overrides.yaml there)", "resume=auto")
+    found = f"resume={resume} is neither a run folder nor a checkpoint in one (no overrides.yaml there)"
+    raise _no_run(CheckpointError, found, folder, outputs)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The run folders in `folder`, a sweep's among them, the one that was started last first."""
+    files = [file for pattern in ("*", "*/*", "*/*/*") for file in folder.glob(f"{pattern}/overrides.yaml")]
+    return [file.parent for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)]
+
+
+def _no_run(kind: type[UserError], found: str, *places: Path) -> UserError:
+    """The error for a run that is not there, with those that are in the first of `places` that has some."""
+    runs = next(filter(None, map(runs_in, places)), [])
+    if not runs:
+        return kind(f"{found}, and {places[-1]} holds no run", "leave out resume= to begin a new run")
+    newest = [shown(run) for run in runs[:3]]
+    return kind(f"{found}; the newest runs: {', '.join(newest)}", for_shell("resume", newest[0]))
+
+
+def find_weights(init_from: str) -> None:
+    """ConfigError unless there is a checkpoint where `init_from` says, by its looks."""
+    if is_remote(init_from):
+        return
+    folder = Path(init_from).expanduser()
+    is_checkpoint = folder.parent.name == "checkpoints" and folder.is_dir()
+    if not is_checkpoint and not any(folder.glob("checkpoints/step-*")):
+        what = "holds no checkpoint" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"init_from={init_from} {what}", "init_from=outputs/<date>/<time>-<id>, or init_from=null")
+
+
+def _saved_at(run: Path) -> float | None:
+    """When the newest checkpoint of a run was finished, by its looks; None without any. A store is not asked: its run's last row is."""
+    if (run / "checkpoints.url").is_file():
+        return max(file.stat().st_mtime for file in (run / "checkpoints.url", *run.glob("metrics.jsonl")))
+    return max((file.stat().st_mtime for file in run.glob("checkpoints/step-*/manifest.json")), default=None)
 
 
 def _name_of(run: Path) -> str | None:

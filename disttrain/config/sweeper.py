@@ -1,8 +1,9 @@
 """A sweep in which a wrong job fails alone.
 
 Hydra's basic sweeper composes a whole batch before the first job, so that one wrong choice runs none, and tells of
-a failed job at the end. This one composes, checks and runs job after job, says at once what failed, goes on, and
-ends with a table. With another launcher than Hydra's basic one, the sound jobs are handed over together.
+a failed job at the end. This one composes and checks every job first and says at once which are wrong, then runs
+the others one after the other, says at once what failed, goes on, and ends with a table. With another launcher
+than Hydra's basic one, the sound jobs are handed over together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, open_dict
 
 from disttrain.config.overrides import close
 from disttrain.errors import UserError
-from disttrain.record import write_json
+from disttrain.texts import write_json
 
 USER_ERROR, FAILED = 2, 1
 STOPPED = (130, 143)
@@ -80,8 +81,7 @@ class JobSweeper:
         return jobs
 
     def _one_by_one(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            composed = self._compose(job, job.number)
+        for job, composed in [(job, self._compose(job, job.number)) for job in jobs]:
             if composed is not None:
                 returned = run_job(
                     hydra_context=self.context,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,23 @@ T = TypeVar("T")
 
 NO = object()
 """A value that does not fit (None may)."""
+
+_TRUTH = {"yes": True, "on": True, "y": True, "1": True, "no": False, "off": False, "n": False, "0": False, "none": False}
+_ALSO_CALLED = {
+    "learning_rate": "lr",
+    "batch_size": "global_batch_size",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "max_epochs": "epochs",
+    "num_epochs": "epochs",
+    "nproc_per_node": "world_size",
+    "num_gpus": "world_size",
+    "gpus": "world_size",
+    "devices": "world_size",
+    "gradient_clip_val": "clip_norm",
+    "max_grad_norm": "clip_norm",
+}
+"""What keys are called elsewhere."""
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null", Path: "a path"}
 
@@ -50,11 +68,25 @@ def check(value: Any, hint: Any, place: str) -> Any:
     """`value` as `hint` wants it; ConfigError if it is of another type."""
     found = fit(value, hint)
     if found is NO:
-        remedy = None
-        if isinstance(value, str) and (options := list(literals(hint))) and (near := nearest(value, options)):
-            remedy = f"{place}={near}"
-        raise ConfigError(f"{place}={show(value)} is not allowed: it takes {words(hint)}", remedy)
+        raise ConfigError(f"{place}={show(value)} is not allowed: it takes {words(hint)}", f"{place}={_instead(value, hint)}")
     return found
+
+
+def _instead(value: Any, hint: Any) -> str:
+    """What to type instead of a value that does not fit: one that is near, if there is one, else what kind of value it is."""
+    options = list(literals(hint))
+    if isinstance(value, str) and options:
+        return nearest(value, options) or f"<{words(hint)}>"
+    kinds = set(get_args(hint)) or {hint}
+    if bool in kinds and str(value).lower() in _TRUTH:
+        return show(_TRUTH[str(value).lower()])
+    if int in kinds and isinstance(value, float) and math.isfinite(value):
+        return str(round(value))
+    if not isinstance(value, (list, dict)) and fit([value], hint) is not NO and fit([value], hint) == [value]:
+        return f"[{show(value)}]"
+    if (str in kinds or Path in kinds) and isinstance(value, (bool, int, float)):
+        return f"\"'{show(value)}'\""
+    return f"<{words(hint)}>"
 
 
 def fit(value: Any, hint: Any) -> Any:
@@ -123,9 +155,23 @@ def show(value: Any) -> str:
 
 def unknown(place: str, value: Any, known: Iterable[str]) -> ConfigError:
     """The error for a key that nobody reads, with the nearest one that somebody does."""
+    known = list(known)
     near = nearest_key(place, known)
-    shown = "<value>" if isinstance(value, (Mapping, list)) else show(value)
-    return ConfigError(f"there is no key '{place}'" + (f"; the nearest is '{near}'" if near else ""), f"{near}={shown}" if near else None)
+    if near is not None:
+        shown = "<value>" if isinstance(value, (Mapping, list)) else show(value)
+        return ConfigError(f"there is no key '{place}'; the nearest is '{near}'", f"{near}={shown}")
+    section = place.rpartition(".")[0]
+    beside = [key.rpartition(".")[2] for key in known if section and key.rpartition(".")[0] == section]
+    if not beside:
+        return ConfigError(f"there is no key '{place}'", "python -m disttrain --cfg job")
+    return ConfigError(f"there is no key '{place}'; {section} has {', '.join(beside)}", f"{section}.<one of these>={show(value)}")
+
+
+def alike(word: str, options: Iterable[str]) -> list[str]:
+    """All options that begin with `word`, as llama3_8b does with llama; else the one most like it, if any is."""
+    options = list(options)
+    near = nearest(word, options)
+    return [option for option in options if word and option.startswith(word)] or ([near] if near else [])
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
@@ -135,15 +181,21 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
 
 
 def nearest_key(place: str, known: Iterable[str]) -> str | None:
-    """The dotted key most like `place`: by its last word first, so that `lr` finds `optimizer.lr`."""
+    """The dotted key most like `place`: by its last part first, so that `lr` finds `optimizer.lr`.
+
+    None if no last part is spelt nearly so, or holds these words: a key of another meaning helps nobody.
+    """
     leaf = place.rpartition(".")[2]
+    leaf = _ALSO_CALLED.get(leaf, leaf)
 
-    def likeness(key: str) -> float:
-        by_leaf = difflib.SequenceMatcher(None, leaf, key.rpartition(".")[2]).ratio()
-        return max(by_leaf + 0.2 * difflib.SequenceMatcher(None, place, key).ratio(), 0.0)
+    def by_leaf(key: str) -> float:
+        return difflib.SequenceMatcher(None, leaf, key.rpartition(".")[2]).ratio()
 
-    best = max(known, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= 0.7 else None
+    def is_close(key: str) -> bool:
+        return by_leaf(key) >= 0.7 or set(leaf.split("_")) <= set(key.rpartition(".")[2].split("_"))
+
+    close = filter(is_close, known)
+    return max(close, key=lambda key: by_leaf(key) + 0.2 * difflib.SequenceMatcher(None, place, key).ratio(), default=None)
 
 
 def dotted(values: Mapping[str, Any], where: str = "") -> Iterator[str]:

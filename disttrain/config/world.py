@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from disttrain.config.devices import num_gpus
 from disttrain.config.schema import Config, LaunchConfig, StrategyConfig
@@ -12,7 +13,6 @@ from disttrain.errors import ConfigError, LaunchError
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """They multiply to the world size; `ep` divides dp_shard."""
-NOT_YET = ("pp", "dp_shard", "cp", "ep")
 Device = Literal["cpu", "cuda"]
 Backend = Literal["gloo", "nccl", "cuda:nccl,cpu:gloo"]
 
@@ -93,14 +93,35 @@ def check_degrees(strategy: StrategyConfig, size: int) -> StrategyConfig:
         raise ConfigError(f"{product(strategy)}, but launch.world_size = {size}", remedy)
     if filling:
         strategy = replace(strategy, **{filling[0]: size // fixed})
-    for name in NOT_YET:
-        if getattr(strategy, name) != 1:
-            raise ConfigError(
-                f"strategy.{name}={getattr(strategy, name)}: this version cuts along dp_replicate and tp only", f"strategy.{name}=1"
-            )
-    if strategy.sequence_parallel and strategy.tp == 1:
-        raise ConfigError("strategy.sequence_parallel=true needs strategy.tp of two or more", "strategy.sequence_parallel=false")
+    if strategy.ep == -1:
+        strategy = replace(strategy, ep=strategy.dp_shard)
+    if strategy.dp_shard % strategy.ep:
+        fitting = max(degree for degree in divisors(strategy.dp_shard) if degree <= strategy.ep)
+        raise ConfigError(f"strategy.ep={strategy.ep} does not divide strategy.dp_shard={strategy.dp_shard}", f"strategy.ep={fitting}")
+    if strategy.offload and not shares_rows(strategy):
+        found = "strategy.offload=true keeps shards in host memory and needs strategy.dp_shard of two or more, and strategy.zero"
+        raise ConfigError(found, "strategy=fsdp")
+    if strategy.gather_dtype != "weights" and not shares_rows(strategy):
+        found = f"strategy.gather_dtype={strategy.gather_dtype} needs strategy.dp_shard of two or more, and strategy.zero"
+        raise ConfigError(found, "strategy.gather_dtype=weights")
     return strategy
+
+
+def shares_rows(strategy: StrategyConfig) -> bool:
+    """Whether data ranks share out the rows of weights."""
+    return strategy.dp_shard > 1 and strategy.zero > 0
+
+
+def heavy_modules(strategy: StrategyConfig) -> list[str]:
+    """Modules that every rank of this strategy will import, seconds of each: their parent does so once, before it forks them."""
+    found = ["torch.distributed.fsdp", "torch._dynamo"] if shares_rows(strategy) else []
+    return [*found, "torch.distributed.pipelining"] if strategy.pp > 1 else found
+
+
+def data_keys(strategy: StrategyConfig) -> str:
+    """The keys whose product is the number of data ranks, as far as they are given: 'strategy.dp_replicate * strategy.dp_shard'."""
+    given = [f"strategy.{name}" for name in ("dp_replicate", "dp_shard") if getattr(strategy, name) != 1]
+    return " * ".join(given) or "strategy.dp_replicate"
 
 
 def product(strategy: StrategyConfig) -> str:
@@ -114,10 +135,9 @@ def product(strategy: StrategyConfig) -> str:
 
 
 def check_tensor(config: Config) -> None:
-    """What tp cuts must divide: key-value heads, heads, vocabulary, widths; the sequence too under sequence parallelism."""
+    """What tp cuts must divide: key-value heads, heads, vocabulary, widths."""
     tp, model, size = config.strategy.tp, config.model, int(config.launch.world_size)
-    cut = ["num_kv_heads", "num_heads", "vocab_size", "intermediate_size", "hidden_size"]
-    for name in [*cut, "max_seq_len"] if config.strategy.sequence_parallel else cut:
+    for name in ("num_kv_heads", "num_heads", "vocab_size", "intermediate_size", "hidden_size"):
         number = model.get(name)
         if isinstance(number, int) and number % tp:
             smaller = max(n for n in divisors(number) if n < tp)
@@ -127,12 +147,30 @@ def check_tensor(config: Config) -> None:
                 else f"model.{name}={nearest_multiple(number, tp)}"
             )
             raise ConfigError(f"strategy.tp={tp} does not divide model.{name}={number}", remedy)
-    context = config.dataset.get("context")
-    if config.strategy.sequence_parallel and isinstance(context, int) and context % tp:
-        raise ConfigError(
-            f"strategy.sequence_parallel=true cuts dataset.context={context}, which is not divisible by strategy.tp={tp}",
-            f"dataset.context={nearest_multiple(context, tp)}",
-        )
+
+
+def check_experts(config: Config) -> None:
+    """ep shares out experts: the model has some, and as many on each rank."""
+    ep, model, knobs = config.strategy.ep, config.model, config.strategy
+    experts = model.get("experts")
+    shape: Mapping[str, Any] = experts if isinstance(experts, Mapping) else {}
+    number, chosen = shape.get("num_experts", 8), shape.get("top_k", 2)
+    if experts is not None and isinstance(number, int) and isinstance(chosen, int) and chosen > number:
+        raise ConfigError(f"model.experts.top_k={chosen} is more than model.experts.num_experts={number}", f"model.experts.top_k={number}")
+    layers, every = model.get("num_layers"), shape.get("every", 1)
+    if experts is not None and isinstance(layers, int) and isinstance(every, int) and layers < every:
+        found = f"model.experts.every={every} of model.num_layers={layers}: no block has experts"
+        raise ConfigError(found, f"model.num_layers={every}, or model.experts.every=1")
+    if ep == 1:
+        return
+    if experts is None and str(model.get("_target_")).startswith("disttrain."):
+        raise ConfigError(f"strategy.ep={ep} shares out experts, and the model has none", "model=moe_tiny")
+    if experts is not None and isinstance(number, int) and number % ep:
+        remedy = f"model.experts.num_experts={nearest_multiple(number, ep)}"
+        raise ConfigError(f"strategy.ep={ep} does not divide model.experts.num_experts={number}", remedy)
+    if knobs.compression != "none":
+        found = f"strategy.compression={knobs.compression} knows one set of ranks for all gradients, and strategy.ep={ep} makes two"
+        raise ConfigError(found, "strategy.compression=none")
 
 
 def divisors(number: int) -> list[int]:

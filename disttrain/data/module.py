@@ -77,5 +77,5 @@ class DataModule(ABC):
         raise DataError(f"{type(self).__name__} has no text: only language models can go on from a prompt")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token numbers."""
+        """Text of token numbers; that of more of them goes on from that of fewer, a last character that is not whole left aside."""
         raise DataError(f"{type(self).__name__} has no text: only language models can go on from a prompt")

@@ -71,6 +71,14 @@ class BatchSource:
         )
 
 
+def worker_seconds() -> float:
+    """Seconds of a processor that this process's workers have used so far; W&B's and other children don't count."""
+    import psutil
+
+    times = [psutil.Process(child.pid).cpu_times() for child in multiprocessing.active_children() if child.pid is not None]
+    return float(sum(one.user + one.system for one in times))
+
+
 class _Requests:
     """The requests at hand, as a sampler."""
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from disttrain.errors import LaunchError
+from disttrain.launch.network import loopback
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FLIGHT_RECORDS = 2000
+"""Collectives that a rank's flight recorder remembers."""
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """Slurm numbers the steps that are no `srun` of ours (the batch script's, an interactive shell's) from here up."""
 
@@ -30,11 +34,28 @@ class Environment:
     """Host and port of the store that the ranks meet at."""
     port: int = 0
     run_id: str = ""
+    node: int = 0
+    """Number of this machine among those of the world."""
+    num_nodes: int = 1
+
+    @property
+    def on_several_machines(self) -> bool:
+        """Whether some ranks are not on this one."""
+        return self.num_nodes > 1
 
     @property
     def is_alone(self) -> bool:
         """Whether this process may start ranks of its own."""
         return self.launcher == "alone"
+
+    def check_nodes(self, asked: int) -> int:
+        """Machines of the world; LaunchError if the config asks for another number than the 1 that nobody has to type."""
+        if not self.is_alone and asked not in (1, self.num_nodes):
+            raise LaunchError(
+                f"the config asks for {asked} machines (launch.nodes), but {self.launcher} launched on {self.num_nodes}",
+                f"launch.nodes={self.num_nodes}, or leave it out",
+            )
+        return self.num_nodes
 
     def check_world(self, asked: int) -> None:
         """Raise LaunchError if the config asks for another number of ranks than were launched."""
@@ -68,7 +89,10 @@ def _torchrun(env: Mapping[str, str]) -> Environment:
     if not 0 <= rank < world_size:
         raise LaunchError(f"RANK={rank} is not below WORLD_SIZE={world_size}", "set RANK to 0 ... WORLD_SIZE - 1")
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
-    return Environment("torchrun", rank, world_size, local_rank, local_world_size, env["MASTER_ADDR"], _integer(env, "MASTER_PORT"), run_id)
+    node = _integer(env, "GROUP_RANK") if "GROUP_RANK" in env else rank // local_world_size
+    nodes = _integer(env, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in env else -(-world_size // local_world_size)
+    address, port = env["MASTER_ADDR"], _integer(env, "MASTER_PORT")
+    return Environment("torchrun", rank, world_size, local_rank, local_world_size, address, port, run_id, node, nodes)
 
 
 def _is_slurm_step(env: Mapping[str, str]) -> bool:
@@ -101,6 +125,8 @@ def _slurm(env: Mapping[str, str]) -> Environment:
         # below the ports that systems hand out to clients (32768 and up).
         port=int(env.get("MASTER_PORT", 15000 + (job * 7 + step) % 15000)),
         run_id=f"{job}.{step}",
+        node=node,
+        num_nodes=len(tasks),
     )
 
 
@@ -133,6 +159,23 @@ def _expand(name: str) -> list[str]:
 def expand_counts(text: str) -> list[int]:
     """Slurm's short form of tasks by node: `2(x3),1` is 2, 2, 2, 1."""
     return [int(number) for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+
+
+def uses_agent_store(env: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun keeps a store at the address that it gives, so that rank 0 need not."""
+    return (os.environ if env is None else env).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def host_name(env: Mapping[str, str] | None = None) -> str:
+    """This machine's name, as its scheduler knows it where that tells: a pod's or a container's own name leads nowhere."""
+    env = os.environ if env is None else env
+    return env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname()
+
+
+def leave_out(hosts: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    """The scheduler's line that keeps the next start off these hosts."""
+    env = os.environ if env is None else env
+    return f"kubectl cordon {' '.join(hosts)}" if "KUBERNETES_SERVICE_HOST" in env else f"#SBATCH --exclude={','.join(hosts)}"
 
 
 def num_cores() -> int:
@@ -169,15 +212,20 @@ def environ(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def flight_recorder() -> dict[str, str]:
+    """Switches on NCCL's memory of its last collectives, which the watchdog writes down at a hang; a user's own choice stays."""
+    return {} if "TORCH_FR_BUFFER_SIZE" in os.environ else {"TORCH_FR_BUFFER_SIZE": str(FLIGHT_RECORDS)}
+
+
 def rank_environment(env: Mapping[str, str], threads: int, interface: str = "auto") -> dict[str, str]:
     """Variables for ranks on this machine: the config's own, the share of threads, and loopback as the only interface.
 
     A user's own choice of interface, in the environment or in `env`, stays.
     """
-    values = {"OMP_NUM_THREADS": str(threads), **env}
+    values = {"OMP_NUM_THREADS": str(threads), **flight_recorder(), **env}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if interface != "auto":
             values.setdefault(name, interface)
         elif name not in os.environ:
-            values.setdefault(name, "lo" if os.path.isdir("/sys/class/net/lo") else "lo0")
+            values.setdefault(name, loopback())
     return {name: str(value) for name, value in values.items()}

@@ -6,7 +6,6 @@ how they ended. Under torchrun and Slurm it is rank 0 and shares config and fold
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,15 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from disttrain.checkpoint.files import steps_in
 from disttrain.config.frozen import freeze
+from disttrain.config.overrides import for_shell
 from disttrain.config.schema import Config
+from disttrain.config.world import heavy_modules
 from disttrain.launch.describe import describe
 from disttrain.launch.environment import Environment, detect, environ, rank_environment, threads_per_rank
 from disttrain.launch.local import Supervisor, choose_start_method, import_warm, say
-from disttrain.launch.outcome import FAILED, INTERRUPTED, PREEMPTED, USER_ERROR, Outcome
+from disttrain.launch.outcome import DONE, FAILED, INTERRUPTED, USER_ERROR, Outcome
 from disttrain.launch.rank import describe as describe_error
 from disttrain.launch.rank import load_function
+from disttrain.launch.signals import StopAsked, stop_raises
+from disttrain.places import shown
 from disttrain.record import RunFolder
+from disttrain.secrecy import redacted
 
 
 @dataclass(frozen=True)
@@ -52,23 +57,35 @@ def run(job: Job, environment: Environment | None = None) -> Outcome:
         environment = environment or detect()
         environment.check_world(int(job.config.launch.world_size))
         if environment.is_alone:
-            folder = open_folder(job)
-            outcome = _launch(job, folder)
+            with stop_raises():  # until the supervisor listens itself
+                folder = open_folder(job)
+                outcome = _launch(job, folder)
         else:
             from disttrain.launch.join import lead
 
             return lead(job, environment)
-    except KeyboardInterrupt:
-        outcome = Outcome(INTERRUPTED, "interrupted before the ranks started")
+    except KeyboardInterrupt as asked:
+        code = asked.exit_code if isinstance(asked, StopAsked) else INTERRUPTED
+        outcome = Outcome(code, f"{asked or 'interrupted'}: before the ranks started")
     except Exception as error:
         outcome = failed_before(error, folder)
     if folder is not None:
         outcome = close_folder(folder, outcome)
     if outcome.failure is not None or outcome.reason:
-        say(str(outcome.failure or outcome.reason))
-    if outcome.exit_code in (INTERRUPTED, PREEMPTED) and folder is not None and any(folder.checkpoints.glob("step-*")):
-        say(f"it goes on with: python -m disttrain resume={os.path.relpath(folder.path)}")
+        say(outcome.failure or outcome.reason)
+    if folder is not None and _can_go_on(outcome, folder):
+        say(f"it goes on with: python -m disttrain {for_shell('resume', shown(folder.path))}")
     return outcome
+
+
+def _can_go_on(outcome: Outcome, folder: RunFolder) -> bool:
+    """Whether a resume as it is may come further: neither done nor refused, no end that it would come to again, and a checkpoint."""
+    if outcome.exit_code in (DONE, USER_ERROR) or (outcome.failure is not None and outcome.failure.is_final):
+        return False
+    try:
+        return bool(steps_in(folder.checkpoints))
+    except Exception:  # a store that can't be asked may be what ended the run
+        return False
 
 
 def _launch(job: Job, folder: RunFolder | None) -> Outcome:
@@ -81,7 +98,7 @@ def _launch(job: Job, folder: RunFolder | None) -> Outcome:
         store_environment(job, folder, start_method=method, threads=threads, launcher="alone")
     with environ(rank_environment(launch.env, threads, launch.interface)):
         if method == "fork":
-            import_warm()
+            import_warm(heavy_modules(job.config.strategy))
             load_function(job.entry)
         if job.prepare is not None:
             load_function(job.prepare)(job.config)
@@ -113,17 +130,19 @@ def open_folder(job: Job) -> RunFolder | None:
     folder.lock()
     changed = folder.store_config(freeze(job.config), job.overrides)
     for key, (before, now) in changed.items():
-        if key != "resume":
+        if key != "resume" and not key.startswith("predicted"):
             say(f"changed since the run began: {key} was {before}, is {now}")
     folder.subfolder("logs")
-    folder.write_result(status="running", reason="", exit_code=None, started=_now())
+    before = folder.result().get("status")
+    folder.write_result(status="running", status_before=before, reason="", exit_code=None, started=_now())
     return folder
 
 
 def store_environment(job: Job, folder: RunFolder, **launched: Any) -> None:
     """Write environment.json."""
     launch = job.config.launch
-    folder.store_environment(describe(world_size=launch.world_size, device=launch.device, backend=launch.backend, **launched))
+    asked = {"interface": launch.interface, "env": {name: str(value) for name, value in launch.env.items()}}
+    folder.store_environment(describe(world_size=launch.world_size, device=launch.device, backend=launch.backend, **asked, **launched))
 
 
 def close_folder(folder: RunFolder, outcome: Outcome) -> Outcome:
@@ -131,11 +150,13 @@ def close_folder(folder: RunFolder, outcome: Outcome) -> Outcome:
     said = outcome.result if isinstance(outcome.result, Mapping) else {}
     reason = outcome.reason or said.get("reason", "")
     fields = {**said, "status": outcome.status, "reason": reason, "exit_code": outcome.exit_code, "num_restarts": outcome.num_restarts}
-    if outcome.exit_code != USER_ERROR or not folder.take_back():
+    fields["failures"] = [{"rank": one.rank, "kind": one.kind, "message": one.message} for one in outcome.failures]
+    is_idle = fields.pop("idle", False)
+    if not (is_idle or outcome.exit_code == USER_ERROR) or not folder.take_back():
         folder.write_result(**fields, ended=_now())
     if outcome.failure is not None and outcome.failure.rank is None:
         with folder.log_file(0).open("a", encoding="utf-8") as log:  # no rank was there to write it
-            log.write(f"{outcome.failure}\n")
+            log.write(f"{redacted(str(outcome.failure))}\n")
     folder.unlock()
     return replace(outcome, folder=folder.path)
 

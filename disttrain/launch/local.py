@@ -8,16 +8,17 @@ The supervisor computes nothing. It alone listens to signals and passes them on 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from disttrain.errors import LaunchError
-from disttrain.launch.outcome import DONE, FAILED, USER_ERROR, Outcome
+from disttrain.launch.outcome import DONE, FAILED, USER_ERROR, Failure, Outcome
 from disttrain.launch.processes import RankProcess, end, first_failure, wait_all
 from disttrain.launch.rank import Assignment, Entry
 from disttrain.launch.signals import StopSignals
@@ -30,9 +31,13 @@ LEAVE_SECONDS = 3.0
 their callbacks (W&B marks the run as failed); one that is stuck elsewhere hears nothing and is ended."""
 
 
-def say(message: str) -> None:
-    """Show a line of the launcher's own."""
-    print(message, file=sys.stderr, flush=True)
+def say(message: str | Failure) -> None:
+    """Show a message of the launcher's own; a failure's traceback stands above it."""
+    if isinstance(message, Failure):
+        if message.traceback:
+            print(message.traceback.rstrip(), file=sys.stderr)
+        message = message.words
+    print(f"disttrain: {message}", file=sys.stderr, flush=True)
 
 
 def reason_not_to_fork() -> str | None:
@@ -61,12 +66,14 @@ def choose_start_method(asked: str) -> str:
     return "fork" if reason is None else "spawn"
 
 
-def import_warm() -> None:
-    """Import torch with one thread: what forked ranks then share, and no pool that would break them."""
+def import_warm(modules: Iterable[str] = ()) -> None:
+    """Import torch with one thread, and `modules`: what forked ranks then share, and no pool that would break them."""
     import torch
     import torch.distributed
 
     torch.set_num_threads(1)
+    for module in modules:
+        importlib.import_module(module)
 
 
 @dataclass
@@ -84,7 +91,7 @@ class Supervisor:
     """From a stop request to the end of ranks that have not left."""
     log_file: Callable[[int], Path] | None = None
     """Where the output of rank n goes; None: where this process's goes."""
-    announce: Callable[[str], None] = say
+    announce: Callable[[str | Failure], None] = say
 
     def run(self, entry: Entry) -> Outcome:
         """Run `entry(place)` on every rank and wait for the end of all. Under 'spawn', `entry` must be picklable."""
@@ -92,13 +99,16 @@ class Supervisor:
             stop = stack.enter_context(closing(SharedFile("stop")))
             page = stack.enter_context(closing(StopPage(stop.path)))
             signals = stack.enter_context(StopSignals(page.request))
-            attempt = 0
+            before: list[Failure] = []
             while True:
-                outcome = self._attempt(entry, attempt, stop, page, signals)
-                if outcome.exit_code != FAILED or signals.name is not None or attempt == self.max_restarts:
-                    return outcome
-                attempt += 1
-                self.announce(f"{outcome.failure}\nstarting all ranks again ({attempt} of {self.max_restarts}, launch.max_restarts)")
+                outcome = self._attempt(entry, len(before), stop, page, signals)
+                failure = outcome.failure
+                is_last = failure is None or failure.is_users or failure.is_final or len(before) == self.max_restarts
+                if failure is None or is_last or signals.name is not None:
+                    return replace(outcome, before=before)
+                before.append(failure)
+                self.announce(failure)
+                self.announce(f"starting all ranks again ({len(before)} of {self.max_restarts}, launch.max_restarts)")
 
     def _attempt(self, entry: Entry, attempt: int, stop: SharedFile, page: StopPage, signals: StopSignals) -> Outcome:
         """One start of all ranks, on a rendezvous of its own, to the end of all."""
@@ -112,6 +122,8 @@ class Supervisor:
                 if cut_short is None:
                     wait_all(ranks, LEAVE_SECONDS)
                 failure = first_failure(ranks)
+                if failure is not None:
+                    failure = failure.waiting_for([rank.rank for rank in ranks if rank.poll() is None])
                 end(ranks)
                 results = [(rank.answer() or (None, None))[1] for rank in ranks]
             finally:
@@ -119,13 +131,13 @@ class Supervisor:
                 for process in ranks:
                     process.close()
         if cut_short is not None:
-            return Outcome(signals.exit_code, cut_short, None, results, attempt)
+            return Outcome(signals.exit_code, cut_short, None, results)
         if failure is not None:
             code = USER_ERROR if failure.is_users else FAILED
-            return Outcome(code, f"rank {failure.rank}: {failure.kind}: {failure.message}", failure, results, attempt)
+            return Outcome(code, f"rank {failure.rank}: {failure.kind}: {failure.message}", failure, results)
         if page.was_seen:
-            return Outcome(signals.exit_code, f"stopped by {signals.name}", None, results, attempt)
-        return Outcome(DONE, "", None, results, attempt)
+            return Outcome(signals.exit_code, f"stopped by {signals.name}", None, results)
+        return Outcome(DONE, "", None, results)
 
     def _start(self, rank: int, attempt: int, entry: Entry, store: SharedFile, stop: SharedFile) -> RankProcess:
         result = SharedFile(f"rank-{rank}")

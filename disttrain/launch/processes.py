@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from disttrain.launch.advice import HINTS
 from disttrain.launch.outcome import DONE, FAILED, Failure
 from disttrain.launch.rank import Assignment, Entry, live, spawn_payload
 from disttrain.launch.wire import SharedFile
@@ -83,9 +84,14 @@ class RankProcess:
             return None
         if self.status < 0:
             name = signal.Signals(-self.status).name
-            hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
-            return Failure(self.rank, name, f"the process was killed by {name}{hint}", log_file=self._log_file)
-        return Failure(self.rank, "exit", f"the process left with exit status {self.status} and no word", log_file=self._log_file)
+            return Failure(self.rank, name, f"the process was killed{HINTS.get(name, '')}", log_file=self._written_log())
+        return Failure(self.rank, "exit", f"the process left with exit status {self.status} and no word", log_file=self._written_log())
+
+    def _written_log(self) -> str | None:
+        """Its log, if there is something to read in it."""
+        with contextlib.suppress(OSError):
+            return self._log_file if self._log_file is not None and os.path.getsize(self._log_file) else None
+        return None
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal, if it lives."""

@@ -24,8 +24,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from disttrain.errors import UserError
+from disttrain.errors import SAME_AGAIN, DivergedError, UserError
 from disttrain.launch import wire
+from disttrain.launch.advice import advice_for, allocator_summary
 from disttrain.launch.outcome import DONE, FAILED, USER_ERROR, Failure
 from disttrain.launch.place import Place
 
@@ -36,6 +37,8 @@ Entry = Callable[[Place], Any]
 """What a rank runs; its return value goes back to the supervisor."""
 
 _PR_SET_PDEATHSIG = 1
+_assignments: list[Assignment] = []
+"""This process's own last, if a supervisor started it as a rank."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def live(assignment: Assignment, entry: Entry) -> NoReturn:
     """Run `entry` on this rank's place, tell the supervisor how it went, and leave."""
     status = FAILED
     try:
+        _assignments.append(assignment)
         _settle(assignment)
         wire.write(assignment.result, (None, entry(assignment.place())))
         status = DONE
@@ -93,16 +97,30 @@ def live(assignment: Assignment, entry: Entry) -> NoReturn:
         leave(status)
 
 
+def give_up(error: Exception) -> NoReturn:
+    """End this rank now, from any thread, as if its entry had raised `error`: for one whose main thread is stuck."""
+    if _assignments:
+        wire.write(_assignments[-1].result, (describe(error, _assignments[-1].rank, _assignments[-1].log_file), None))
+    else:
+        print(f"disttrain: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    leave(FAILED)
+
+
 def describe(error: BaseException, rank: int | None, log_file: Path | None) -> Failure:
     """`error` as data, so that it can cross to another process whatever its class."""
     is_users = isinstance(error, UserError)
+    says_all = is_users or isinstance(error, DivergedError)
+    notes = [note for note in getattr(error, "__notes__", ()) if note != SAME_AGAIN]
+    raised = traceback.TracebackException.from_exception(error)
+    raised.__notes__ = None  # they stand in the message
     return Failure(
         rank=rank,
         kind=type(error).__qualname__,
-        message=str(error) or "(no message)",
-        traceback="" if is_users else "".join(traceback.format_exception(error)),
+        message="\n  ".join([str(error) or "(no message)", *notes]) + ("" if says_all else advice_for(error)),
+        traceback="" if says_all else "".join(raised.format()),
         log_file=None if log_file is None else str(log_file),
         is_users=is_users,
+        is_final=isinstance(error, DivergedError) or SAME_AGAIN in getattr(error, "__notes__", ()),
         raised_at=time.monotonic(),
     )
 
@@ -179,7 +197,9 @@ def note(failure: Failure) -> None:
     """Put a failure into this rank's own log."""
     if failure.log_file is not None:
         with contextlib.suppress(OSError), open(failure.log_file, "a", encoding="utf-8") as log:
-            log.write(f"{failure.traceback or failure.message}\n")
+            log.write(f"{failure.traceback}{failure.kind}: {failure.message}\n" if failure.traceback else f"{failure.message}\n")
+            if failure.kind == "OutOfMemoryError":
+                log.write(f"{allocator_summary()}\n")
 
 
 def leave(status: int) -> NoReturn:

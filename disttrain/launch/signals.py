@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -13,6 +14,46 @@ from disttrain.launch.outcome import INTERRUPTED, PREEMPTED
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Ctrl-C, and what schedulers send to warn of an end."""
+
+
+ONE_PRESS_SECONDS = 0.5
+"""A Ctrl-C this soon after the first is the same one: it came to the process by itself, and with its group."""
+
+
+class StopAsked(KeyboardInterrupt):
+    """A stop signal came while nothing is running that could stop at a step. `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """That of a run which the signal ended."""
+        return exit_code_of(signal.Signals(self.number).name)
+
+
+def exit_code_of(name: str) -> int:
+    """The exit code of a run that the signal of this name ended."""
+    return INTERRUPTED if name == "SIGINT" else PREEMPTED
+
+
+@contextmanager
+def stop_raises() -> Iterator[None]:
+    """A stop signal raises StopAsked in the block, instead of ending the process without a word."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        raise StopAsked(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopSignals:
@@ -44,10 +85,10 @@ class StopSignals:
         if self.name is None:
             self.name, self.asked_at = signal.Signals(number).name, time.monotonic()
             self._request(number)
-        elif number == signal.SIGINT:
+        elif number == signal.SIGINT and time.monotonic() - self.asked_at > ONE_PRESS_SECONDS:
             self.wants_end = True
 
     @property
     def exit_code(self) -> int:
         """That of a run which the signal stopped."""
-        return INTERRUPTED if self.name == "SIGINT" else PREEMPTED
+        return exit_code_of(self.name or "")

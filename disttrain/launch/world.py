@@ -1,12 +1,14 @@
-"""A world of ranks for a function: what tests and `verify` compute in."""
+"""A world of ranks for a function: what tests, `verify` and `doctor` compute in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from disttrain.config.schema import Config
+from disttrain.config.world import heavy_modules
 from disttrain.launch.environment import environ, rank_environment
 from disttrain.launch.local import Supervisor, choose_start_method, import_warm
 from disttrain.launch.outcome import Outcome
@@ -23,6 +25,23 @@ def run_world(entry: Callable[..., Any], world_size: int, args: tuple[Any, ...] 
     return outcome.results
 
 
+def run_world_of(config: Config, entry: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    """`run_world` with the ranks that a config asks for, as its `launch` says."""
+    launch = config.launch
+    return run_world(
+        entry,
+        int(launch.world_size),
+        args,
+        device=launch.device,
+        threads=int(launch.threads),
+        start_method=launch.start_method,
+        timeout_seconds=launch.timeout_seconds,
+        env=launch.env,
+        interface=launch.interface,
+        warm=heavy_modules(config.strategy),
+    )
+
+
 def supervise(
     entry: Callable[..., Any],
     world_size: int,
@@ -37,12 +56,13 @@ def supervise(
     env: Mapping[str, str] | None = None,
     interface: str = "auto",
     log_file: Callable[[int], Path] | None = None,
+    warm: Iterable[str] = (),
 ) -> Outcome:
-    """`run_world` that tells how it ended instead of raising."""
+    """`run_world` that tells how it ended instead of raising. `warm`: modules that ranks will import, for their parent to import once."""
     method = choose_start_method(start_method)
     with environ(rank_environment(env or {}, threads, interface)):
         if method == "fork":
-            import_warm()
+            import_warm(warm)
         from disttrain.launch.worker import run_in_group
 
         supervisor = Supervisor(world_size, method, threads, max_restarts, grace_seconds, log_file)

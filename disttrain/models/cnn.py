@@ -31,14 +31,21 @@ class SimpleCNN(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Scores [b, num_classes]."""
+        return self.end(self.begin(images))
+
+    def begin(self, images: Tensor) -> Tensor:
+        """Features [b, 64, 5, 5]."""
         x = F.max_pool2d(F.relu(self.conv1(images)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        return F.max_pool2d(F.relu(self.conv2(x)), 2)
+
+    def end(self, x: Tensor) -> Tensor:
+        """Scores [b, num_classes] from features."""
         scores: Tensor = self.head(F.relu(self.hidden(x.flatten(1))))
         return scores
 
     def parts(self) -> Parts:
         """No block repeats."""
-        return Parts(first=("conv1", "conv2"), repeated=(), last=("hidden", "head"), cost=self._cost())
+        return Parts(first=("conv1", "conv2"), repeated=(), last=("hidden", "head"), cost=self._cost(), begin=self.begin, end=self.end)
 
     def flops(self, shape: tuple[int, ...] | None = None) -> float:
         """Forward and backward of one image: two a weight and output position, three times (inputs have one size)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +26,10 @@ class Parts:
     """Pairs of names of one and the same parameter."""
     cost: Mapping[str, float] = field(default_factory=dict)
     """Floating-point operations of one sample's forward, by module; absent is zero."""
+    begin: Callable[[Any], Any] | None = None
+    """What `first` computes from the inputs, where that is more than one module after the other."""
+    end: Callable[[Any], Any] | None = None
+    """What `last` computes from the last block's output, likewise. A model's forward is begin, the blocks, end."""
 
 
 @runtime_checkable

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from disttrain.errors import ConfigError
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What bytes decode to that are no character, or not yet."""
 
 
 @torch.no_grad()
@@ -20,8 +23,8 @@ def sample(
     generator: torch.Generator,
     max_seq_len: int,
     device: torch.device | None = None,
-) -> list[int]:
-    """`prompt_ids` followed by `length` tokens drawn from `model` (token numbers [1, max_seq_len] to logits [1, max_seq_len, v]).
+) -> Iterator[int]:
+    """The `length` tokens after `prompt_ids`, as each is drawn from `model` (numbers [1, max_seq_len] to logits [1, max_seq_len, v]).
 
     Every call of the model has that one shape: what is not there yet is padding to the right, which a causal model doesn't
     see, and of a longer text it sees the end. `temperature` 0 takes the likeliest token; `top_k` draws from the k likeliest.
@@ -33,15 +36,30 @@ def sample(
     if isinstance(model, nn.Module):
         model.eval()
     ids = list(prompt_ids)
-    for _ in range(length):
-        window = ids[-max_seq_len:]
-        padded = torch.zeros(1, max_seq_len, dtype=torch.int64)
-        padded[0, : len(window)] = torch.tensor(window)
-        logits = model(padded.to(device))[0, len(window) - 1]
-        ids.append(draw(logits.float().cpu(), temperature, top_k, generator))
-    if isinstance(model, nn.Module):
-        model.train(was_training)
-    return ids
+    try:
+        for _ in range(length):
+            window = ids[-max_seq_len:]
+            padded = torch.zeros(1, max_seq_len, dtype=torch.int64)
+            padded[0, : len(window)] = torch.tensor(window)
+            logits = model(padded.to(device))[0, len(window) - 1]
+            ids.append(draw(logits.float().cpu(), temperature, top_k, generator))
+            yield ids[-1]
+    finally:
+        if isinstance(model, nn.Module):
+            model.train(was_training)
+
+
+def pieces(decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], drawn: Iterable[int]) -> Iterator[str]:
+    """The text of the prompt, then what each token adds to it; a character waits for its last byte."""
+    ids, text = list(prompt_ids), decode(prompt_ids)
+    yield text
+    for token in drawn:
+        ids.append(token)
+        longer = decode(ids)
+        if longer.startswith(text) and not longer.endswith(UNFINISHED):
+            yield longer[len(text) :]
+            text = longer
+    yield decode(ids).removeprefix(text)
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -6,7 +6,7 @@ the mean over the global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,7 +21,14 @@ IGNORED = -100
 
 @runtime_checkable
 class Task(Protocol):
-    """The contract of every task, the user's own included. A task may also say what its `unit` is ('samples', 'tokens')."""
+    """The contract of every task, the user's own included.
+
+    A task may also say what its `unit` is ('samples', 'tokens'), and, in the class that has `losses`, that they are sums
+    over tokens (`by_token = True`): then a part of the sequence has a part of them.
+
+    The first term counts the targets, from which perplexity and rates follow; `train/loss` and `val/loss` are the sum of
+    all terms' means, each also reported alone where there are several.
+    """
 
     def losses(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Per-sample sums [micro], by term."""
@@ -45,20 +52,28 @@ class Classification:
     `row_loss` is the one place where a vocabulary-parallel head puts its own.
     """
 
-    def __init__(self, unit: str = "samples", accuracy: bool = True) -> None:
-        """`unit` is what one target is called in tables and rates; `accuracy` adds torchmetrics' MulticlassAccuracy."""
+    by_token = True
+
+    def __init__(self, unit: str = "samples", accuracy: bool = True, attached: Sequence[str] = ()) -> None:
+        """`unit` is what one target is called in tables and rates; `accuracy` adds torchmetrics' MulticlassAccuracy.
+
+        `attached`: loss terms that the model brings in itself (see `micro_batch.attach`), one number a sample.
+        """
         self.unit = unit
         self.accuracy = accuracy
+        self.attached = tuple(attached)
         self.row_loss: Callable[[Tensor, Tensor], Tensor] = token_cross_entropy
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         """Sum of cross-entropies over each sample's valid targets."""
+        if targets.dim() == 1 and outputs.dim() == 2:
+            return {"loss": self.row_loss(outputs, targets)}
         rows = self.row_loss(outputs.flatten(0, -2), targets.flatten())
         return {"loss": _per_sample(rows.view(targets.shape))}
 
     def counts(self, targets: Tensor) -> Mapping[str, Tensor]:
-        """Targets of each sample that are not IGNORED."""
-        return {"loss": _per_sample(targets != IGNORED)}
+        """Targets of each sample that are not IGNORED; of an attached term, the sample itself."""
+        return {"loss": _per_sample(targets != IGNORED)} | {term: torch.ones(len(targets), device=targets.device) for term in self.attached}
 
     def metrics(self) -> Mapping[str, Any]:
         """Accuracy, if asked for."""
@@ -72,15 +87,16 @@ class Classification:
 class LanguageModelling(Classification):
     """Next-token prediction: inputs and targets [micro, t], targets already shifted by one."""
 
-    def __init__(self, accuracy: bool = False) -> None:
+    def __init__(self, accuracy: bool = False, attached: Sequence[str] = ()) -> None:
         """Counted in tokens; perplexity and, where the data knows its bytes a token, bits per byte are the loop's."""
-        super().__init__(unit="tokens", accuracy=accuracy)
+        super().__init__("tokens", accuracy, attached)
 
 
 class Regression:
     """Squared error, mean over each target element: outputs and targets [micro, ...]."""
 
     unit = "samples"
+    by_token = True
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         """Sum of squared errors of each sample; ValueError where shapes differ, which would broadcast in silence."""
@@ -96,6 +112,11 @@ class Regression:
     def metrics(self) -> Mapping[str, Any]:
         """None beside the loss."""
         return {}
+
+
+def loss_names(terms: Sequence[str], task: Task) -> list[str]:
+    """What the terms of a loss are called in metrics, where there are several: by their names, the first by what it counts."""
+    return [f"loss_{term if index else getattr(task, 'unit', term)}" for index, term in enumerate(terms)] if len(terms) > 1 else []
 
 
 def _per_sample(values: Tensor) -> Tensor:

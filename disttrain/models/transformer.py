@@ -10,6 +10,7 @@ rank), e size of a head. Grouped queries: Ainslie et al. 2023
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,9 +81,20 @@ class BlockShape:
 
         Causal masking isn't deducted, as in Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
         """
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         feed_forward = self.hidden_size * self.intermediate_size * (3 if self.mlp == "swiglu" else 2)
-        return 2.0 * length * (attention + feed_forward) + 4.0 * length * length * self.hidden_size
+        return self.attention_flops(length) + 2.0 * length * feed_forward
+
+    def attention_flops(self, length: int) -> float:
+        """The part of `flops` without the feed-forward."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return 2.0 * length * attention + 4.0 * length * length * self.hidden_size
+
+
+def attention(q_bhte: Tensor, k_bgte: Tensor, v_bgte: Tensor, causal: bool, dropout: float) -> Tensor:
+    """Scaled dot-product attention [b, h, t, e] among the tokens given; `dropout`: share of the weights that are dropped."""
+    return F.scaled_dot_product_attention(
+        q_bhte, k_bgte, v_bgte, dropout_p=dropout, is_causal=causal, enable_gqa=q_bhte.shape[1] != k_bgte.shape[1]
+    )
 
 
 class Core(nn.Module):
@@ -96,21 +108,26 @@ class Core(nn.Module):
         self.causal = shape.causal
         self.dropout = shape.dropout
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [b, t, h e], k and v [b, t, g e] to [b, t, h e]."""
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor | None = None,
+        attend: Callable[[Tensor, Tensor, Tensor, bool, float], Tensor] = attention,
+    ) -> Tensor:
+        """q [b, t, h e], k and v [b, t, g e] to [b, t, h e].
+
+        `positions` [t]: where in their sequence these tokens stand, 0, 1, ... by default. `attend`: what does the rest once
+        heads are rotated, given elsewhere if these are not all the tokens that there are; called as `attention` is.
+        """
         b, t, _ = q.shape
         q_bhte, k_bgte, v_bgte = (x.view(b, t, -1, self.head_dim).transpose(1, 2) for x in (q, k, v))
         if self.rope_theta is not None:
-            cos, sin = rotary(t, self.head_dim, self.rope_theta, q.device, q.dtype)
+            at = torch.arange(t, device=q.device) if positions is None else positions
+            cos, sin = rotary(at, self.head_dim, self.rope_theta, q.dtype)
             q_bhte, k_bgte = rotate(q_bhte, cos, sin), rotate(k_bgte, cos, sin)
-        y_bhte = F.scaled_dot_product_attention(
-            q_bhte,
-            k_bgte,
-            v_bgte,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
-            enable_gqa=q_bhte.shape[1] != k_bgte.shape[1],
-        )
+        y_bhte = attend(q_bhte, k_bgte, v_bgte, self.causal, self.dropout if self.training else 0.0)
         return y_bhte.transpose(1, 2).reshape(b, t, -1)
 
 
@@ -139,7 +156,7 @@ class FeedForward(nn.Module):
         """`gelu_tanh` is GPT-2's approximation of GELU."""
         super().__init__()
         self.up = nn.Linear(shape.hidden_size, shape.intermediate_size, shape.bias)
-        self.activation = nn.GELU(approximate="tanh" if shape.mlp == "gelu_tanh" else "none")
+        self.activation = gelu(shape)
         self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, shape.bias)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -170,13 +187,13 @@ class GatedFeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, shape: BlockShape) -> None:
-        """Attention and feed-forward, each on its own norm of the residual stream."""
+    def __init__(self, shape: BlockShape, mlp: nn.Module | None = None) -> None:
+        """Attention and feed-forward, each on its own norm of the residual stream; `mlp` in place of the shape's own."""
         super().__init__()
         self.attention_norm = make_norm(shape.norm, shape.hidden_size, shape.bias)
         self.attention = Attention(shape)
         self.mlp_norm = make_norm(shape.norm, shape.hidden_size, shape.bias)
-        self.mlp = GatedFeedForward(shape) if shape.mlp == "swiglu" else FeedForward(shape)
+        self.mlp = mlp or (GatedFeedForward(shape) if shape.mlp == "swiglu" else FeedForward(shape))
 
     def forward(self, x_btd: Tensor) -> Tensor:
         """[b, t, d] to [b, t, d]."""
@@ -195,7 +212,7 @@ def init_transformer(name: str, shape: tuple[int, ...], rows: range, generator: 
         return torch.zeros(len(rows))
     if len(shape) == 1:
         return torch.ones(len(rows))
-    residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    residual = name.endswith(("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down"))
     scale = std / (2 * num_layers) ** 0.5 if residual else std
     return torch.empty(len(rows), *shape[1:]).normal_(0.0, scale, generator=generator)
 
@@ -209,20 +226,20 @@ def start(model: nn.Module) -> None:
             parameter.copy_(model.init_parameter(name, tuple(parameter.shape), rows, torch.default_generator))  # type: ignore[operator]
 
 
-def block_plan(shape: BlockShape) -> dict[str, str]:
-    """`BLOCK_PLAN` without the feed-forward that this shape doesn't have."""
-    absent = "blocks.*.mlp.up" if shape.mlp == "swiglu" else "blocks.*.mlp.gate_up"
-    return {pattern: style for pattern, style in BLOCK_PLAN.items() if pattern != absent}
+def block_plan(shape: BlockShape, dense: bool = True) -> dict[str, str]:
+    """`BLOCK_PLAN` without the feed-forward that this shape doesn't have; without any, unless some block is `dense`."""
+    present = {"gate_up" if shape.mlp == "swiglu" else "up", "down"} if dense else set()
+    return {name: style for name, style in BLOCK_PLAN.items() if ".mlp." not in name or name.rpartition(".")[2] in present}
 
 
-def rotary(length: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [t, e/2] of the angles position * theta^(-2i/e) (Su et al. 2021, arXiv:2104.09864); float32 at least.
+def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [t, e/2] of the angles position * theta^(-2i/e), positions [t] (Su et al. 2021, arXiv:2104.09864); float32 at least.
 
     Computed anew for each call: a buffer would not survive building on the meta device.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    frequencies = theta ** (torch.arange(0, head_dim, 2, device=device, dtype=wide) / -head_dim)
-    angles = torch.arange(length, device=device, dtype=wide)[:, None] * frequencies
+    frequencies = theta ** (torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / -head_dim)
+    angles = positions.to(wide)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -235,6 +252,11 @@ def rotate(x_bhte: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def llama_width(hidden_size: int) -> int:
     """Llama's feed-forward width: two thirds of 4 hidden_size, rounded up to a multiple of 256."""
     return -(-int(8 * hidden_size / 3) // 256) * 256
+
+
+def gelu(shape: BlockShape) -> nn.GELU:
+    """GELU, or GPT-2's approximation of it."""
+    return nn.GELU(approximate="tanh" if shape.mlp == "gelu_tanh" else "none")
 
 
 def make_norm(kind: str, size: int, bias: bool) -> nn.Module:

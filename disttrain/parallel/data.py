@@ -12,15 +12,14 @@ bytes are counted like all others; and it needs no import of torch's compiler, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from disttrain.errors import ConfigError
-from disttrain.models.task import Task
 from disttrain.parallel import collectives
-from disttrain.parallel.collectives import Pending
+from disttrain.parallel.compress import Compressor, Sending
 from disttrain.parallel.mesh import Axis
 
 MEBIBYTE = 1 << 20
@@ -28,57 +27,65 @@ FIRST_BUCKET = 1 * MEBIBYTE
 """Bytes of the bucket that leaves first: small, so that the axis is busy early."""
 
 
-class LossModule(nn.Module):
-    """Model and task in one forward, so that every layout computes the loss in the same place."""
+class GradientSync(Protocol):
+    """How gradients cross the ranks that see different samples. Afterwards they are sums over those ranks."""
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
-        super().__init__()
-        self.model = model
-        self.task = task
-        self.contexts: list[Any] = []
+    def arm(self) -> None:
+        """The backward that follows is the step's last."""
 
-    def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Per-sample loss sums [micro], by term."""
-        return dict(self.task.losses(self.outputs(inputs), targets))
-
-    def outputs(self, inputs: Any) -> Any:
-        """The model's outputs under the policies' contexts."""
-        contexts = [make() for make in self.contexts]
-        for context in contexts:
-            context.__enter__()
-        try:
-            return self.model(inputs)
-        finally:
-            for context in reversed(contexts):
-                context.__exit__(None, None, None)
+    def finish(self) -> None:
+        """Every backward of the step is over: complete the sums."""
 
 
 class _Bucket:
     """Gradients that travel together: one flat buffer, of which each gradient becomes a view."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], names: Mapping[int, str]) -> None:
         self.parameters = parameters
         self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
         parts = self.flat.split([p.numel() for p in parameters])
         self.views = {id(p): part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+        self.by_name = {names[id(p)]: self.views[id(p)] for p in parameters}
         self.missing: set[int] = set()
-        self.pending: Pending | None = None
+        self.pending: Sending | None = None
+
+    def take(self, parameter: Tensor) -> None:
+        """Make the parameter's gradient, if it has one, its view of the buffer."""
+        view = self.views[id(parameter)]
+        if parameter.grad is not None and parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
 
 
 class Reducer:
     """Sums gradients over an axis in place, buckets leaving as the last backward of a step fills them."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], axis: Axis, bucket_size: float, find_unused: bool) -> None:
-        """`parameters` in the order of forward; `bucket_size` in MiB; `find_unused`: parameters may be left out of a step."""
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        axis: Axis,
+        bucket_size: float,
+        find_unused: bool,
+        compressor: Compressor | None = None,
+    ) -> None:
+        """`parameters` in the order of forward; `bucket_size` in MiB; `find_unused`: parameters may be left out of a step.
+
+        `compressor`: what sums the buckets instead of a plain all-reduce.
+        """
         self.axis = axis
         self.find_unused = find_unused
+        self.compressor = compressor
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._buckets = [_Bucket(group) for group in _grouped(list(parameters.values())[::-1], int(bucket_size * MEBIBYTE))]
+        self._buckets = [_Bucket(group, self._names) for group in _grouped(list(parameters.values())[::-1], int(bucket_size * MEBIBYTE))]
         self._bucket_of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._next = len(self._buckets)
         self._armed = False
         for parameter in parameters.values():
             parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def buffers(self) -> list[Tensor]:
+        """The memory that gradients lie in."""
+        return [bucket.flat for bucket in self._buckets]
 
     def arm(self) -> None:
         """The backward that follows is the step's last: send each bucket as it fills."""
@@ -91,6 +98,7 @@ class Reducer:
         """Send what the backward did not fill, and wait for all. ConfigError names parameters that took no part, unless they may."""
         self._armed = False
         self._fill_unused()
+        self._collect()
         while self._next < len(self._buckets):
             self._send(self._buckets[self._next])
         for bucket in self._buckets:
@@ -98,14 +106,16 @@ class Reducer:
                 bucket.pending.wait()
                 bucket.pending = None
 
+    def _collect(self) -> None:
+        """Put gradients into their buckets that no hook has seen: a backward for weights alone sets `.grad` by hand."""
+        for bucket in self._buckets[self._next :]:
+            for parameter in bucket.parameters:
+                bucket.take(parameter)
+
     def _arrived(self, parameter: Tensor) -> None:
         """After a gradient was accumulated: keep it in its bucket; send that, and those after it, once they are full."""
         bucket = self._bucket_of[id(parameter)]
-        view = bucket.views[id(parameter)]
-        if parameter.grad is not view:
-            assert parameter.grad is not None
-            view.copy_(parameter.grad)
-            parameter.grad = view
+        bucket.take(parameter)
         if not self._armed:
             return
         if id(parameter) not in bucket.missing:
@@ -119,7 +129,10 @@ class Reducer:
             self._send(self._buckets[self._next])
 
     def _send(self, bucket: _Bucket) -> None:
-        bucket.pending = collectives.start_all_reduce(bucket.flat, self.axis)
+        if self.compressor is None:
+            bucket.pending = collectives.start_all_reduce(bucket.flat, self.axis)
+        else:
+            bucket.pending = self.compressor.start(bucket.flat, bucket.by_name)
         self._next += 1
 
     def _fill_unused(self) -> None:

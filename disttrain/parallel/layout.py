@@ -8,18 +8,26 @@ the gradient on the other axes is a copy or a sum of parts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 Slices = tuple[slice, ...]
 
+ENDS = "ends"
+"""Axis of the first and the last rank of a pipeline, over which gradients of weights that both hold are summed."""
+
 
 @dataclass(frozen=True)
 class Cut:
-    """Split evenly along `dim`; `segments` are sizes that are cut one by one (merged q|k|v by heads)."""
+    """Split along `dim`; `segments` are sizes that are cut one by one (merged q|k|v by heads).
+
+    Even, unless `ragged`: then each rank takes ceil(size / degree) rows while there are any, so the last ones hold
+    fewer or none (as FSDP2 and torch.chunk cut).
+    """
 
     dim: int
     segments: tuple[int, ...] = ()
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,19 @@ class Sum:
     done: bool = False
 
 
-Placement = Cut | Copy | Sum
+@dataclass(frozen=True)
+class Held:
+    """Lives at these coordinates of the axis only. At two (tied over a pipeline's ends) values are the same, the gradient in parts."""
+
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Own:
+    """Values of each rank's own, the same only after they were averaged (local SGD): nothing to reduce, saved then, by the first."""
+
+
+Placement = Cut | Copy | Sum | Held | Own
 
 
 @dataclass(frozen=True)
@@ -45,32 +65,40 @@ class Layout:
     placements: Mapping[str, Placement] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
 
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of what one rank holds (even cuts: the same on each)."""
-        shape = list(self.shape)
-        for axis, placement in self.placements.items():
-            if isinstance(placement, Cut):
-                shape[placement.dim] //= self.degrees[axis]
-        return tuple(shape)
+    def is_held(self, at: Mapping[str, int]) -> bool:
+        """Whether the rank at coordinate `at` holds any of it."""
+        return all(at[axis] in placement.at for axis, placement in self.placements.items() if isinstance(placement, Held))
+
+    def local_shape(self, at: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of what the rank at coordinate `at` holds."""
+        return tuple(sum(length for _, length, _ in held) for held in self._ranges(at))
 
     def pieces(self, at: Mapping[str, int]) -> list[tuple[Slices, Slices]]:
-        """(global, local) slices of the blocks held at coordinate `at`, all cuts composed."""
-        ranges: list[list[tuple[int, int, int]]] = [[(0, size, 0)] for size in self.shape]  # global start, length, local start
-        for axis, placement in self.placements.items():
-            if isinstance(placement, Cut):
-                ranges[placement.dim] = _cut(ranges[placement.dim], placement, self.degrees[axis], at[axis])
+        """(global, local) slices of the blocks held at coordinate `at`, all cuts composed in the order of placements."""
+        if not self.is_held(at):
+            return []
         found = []
-        for block in product(*ranges):
+        for block in product(*self._ranges(at)):
             whole = tuple(slice(start, start + length) for start, length, _ in block)
             local = tuple(slice(offset, offset + length) for _, length, offset in block)
             found.append((whole, local))
         return found
 
+    def _ranges(self, at: Mapping[str, int]) -> list[list[tuple[int, int, int]]]:
+        """What is held of each dimension: blocks (global start, length, local start)."""
+        ranges = [[(0, size, 0)] for size in self.shape]
+        for axis, placement in self.placements.items():
+            if isinstance(placement, Cut):
+                ranges[placement.dim] = _cut(ranges[placement.dim], placement, self.degrees[axis], at[axis])
+        return ranges
+
     def replicas(self) -> int:
         """Number of ranks that hold each element."""
         count = 1
         for axis, placement in self.placements.items():
-            if not isinstance(placement, Cut):
+            if isinstance(placement, Held):
+                count *= len(placement.at)
+            elif not isinstance(placement, (Cut, Own)):
                 count *= self.degrees[axis]
         return count
 
@@ -79,12 +107,22 @@ class Layout:
         return 1.0 / self.replicas()
 
     def is_first_replica(self, at: Mapping[str, int]) -> bool:
-        """Whether the rank at `at` is the one that writes its pieces: index zero wherever values are the same."""
-        return all(isinstance(placement, Cut) or at[axis] == 0 for axis, placement in self.placements.items())
+        """Whether the rank at `at` is the one that writes its pieces: the first wherever values are the same."""
+        firsts = {axis: one.at[0] if isinstance(one, Held) else 0 for axis, one in self.placements.items() if not isinstance(one, Cut)}
+        return all(at[axis] == first for axis, first in firsts.items())
+
+    def stacked(self) -> Layout:
+        """All ranks' own values behind each other: a leading dimension for each axis of `Own`, cut over it."""
+        own = [axis for axis, placement in self.placements.items() if isinstance(placement, Own)]
+        moved = {axis: replace(one, dim=one.dim + len(own)) if isinstance(one, Cut) else one for axis, one in self.placements.items()}
+        shape = (*(self.degrees[axis] for axis in own), *self.shape)
+        return Layout(shape, moved | {axis: Cut(dim) for dim, axis in enumerate(own)}, self.degrees)
 
     def reductions(self) -> list[str]:
         """Axes over which the gradient is still to be summed after backward."""
-        return [axis for axis, placement in self.placements.items() if isinstance(placement, Sum) and not placement.done]
+        sums = [axis for axis, placement in self.placements.items() if isinstance(placement, Sum) and not placement.done]
+        tied = any(isinstance(placement, Held) and len(placement.at) > 1 for placement in self.placements.values())
+        return [*sums, ENDS] if tied else sums
 
 
 def _cut(held: list[tuple[int, int, int]], cut: Cut, degree: int, index: int) -> list[tuple[int, int, int]]:
@@ -94,8 +132,10 @@ def _cut(held: list[tuple[int, int, int]], cut: Cut, degree: int, index: int) ->
     assert sum(segments) == length, f"segments {segments} do not add up to {length}"
     wanted, start = [], 0
     for size in segments:
-        assert size % degree == 0, f"{size} is not divisible by {degree}"
-        wanted.append((start + size // degree * index, size // degree))
+        assert cut.ragged or size % degree == 0, f"{size} is not divisible by {degree}"
+        most = -(-size // degree)
+        first = min(most * index, size)
+        wanted.append((start + first, min(most, size - first)))
         start += size
     parts: list[tuple[int, int, int]] = []
     offset = 0

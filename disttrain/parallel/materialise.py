@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from disttrain.parallel import collectives
 from disttrain.parallel.layout import Layout
+from disttrain.parallel.mesh import Axis
 from disttrain.parallel.random import mix
 
 BLOCK_ELEMENTS = 1 << 18
@@ -34,10 +36,28 @@ class ShapesOnly(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def start_alike(model: nn.Module, world: Axis, device: torch.device) -> None:
+    """Give every rank rank 0's values of what was built whole: two processes need not have built the same."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta and world.group is not None:
+                tensor.copy_(collectives.broadcast(tensor.detach().to(device), world))
+
+
+def share_buffers(model: nn.Module, data: Axis) -> None:
+    """One set of buffers for all data ranks, the first one's: those that no layer shares are each rank's own between."""
+    for buffer in model.buffers():
+        if data.group is not None and buffer.is_floating_point():
+            buffer.copy_(collectives.broadcast(buffer, data))
+
+
 def materialise(
-    model: nn.Module, layouts: Mapping[str, Layout], at: Mapping[str, int], seed: int, device: torch.device, dtype: torch.dtype
+    model: nn.Module, layouts: Mapping[str, Layout], at: Mapping[str, int], seed: int | None, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Give every parameter its local values, in place of the whole (or meta) ones; tied parameters stay one object."""
+    """Give every parameter its local values, in place of the whole (or meta) ones; tied parameters stay one object.
+
+    Without a `seed` memory is allocated and left as it is.
+    """
     init: InitParameter | None = getattr(model, "init_parameter", None)
     made: dict[int, nn.Parameter] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -61,9 +81,11 @@ def materialise(
 
 
 def _local_values(
-    name: str, whole: Tensor, layout: Layout, at: Mapping[str, int], init: InitParameter | None, seed: int, dtype: torch.dtype
+    name: str, whole: Tensor, layout: Layout, at: Mapping[str, int], init: InitParameter | None, seed: int | None, dtype: torch.dtype
 ) -> Tensor:
-    local = torch.empty(layout.local_shape(), dtype=dtype)
+    local = torch.empty(layout.local_shape(at), dtype=dtype)
+    if seed is None:
+        return local
     for source, target in layout.pieces(at):
         if whole.is_meta:
             assert init is not None, f"'{name}' is on the meta device and the model has no init_parameter"

@@ -12,12 +12,15 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import cast
 
 import torch
 import torch.distributed as dist
+
+from disttrain.parallel.layout import ENDS
 
 AXES = ("pp", "dp_replicate", "dp_outer", "ep", "cp", "tp")
 """Atomic, orthogonal axes, outermost first."""
@@ -26,9 +29,17 @@ VIEWS: Mapping[str, tuple[str, ...]] = {
     "dp_shard": ("dp_outer", "ep"),
     "data": ("dp_replicate", "dp_outer", "ep"),
     "grad": ("dp_replicate", "dp_outer", "ep", "cp"),
+    "replicate": ("dp_replicate", "cp"),
+    "grad_beside_ep": ("dp_replicate", "dp_outer", "cp"),
+    "seen": ("pp", "dp_replicate", "dp_outer", "ep"),
     "world": AXES,
 }
-"""Products of atomic axes that are spoken of by one name: `data` sees different samples, `grad` sums gradients."""
+"""Products of atomic axes that are spoken of by one name: `data` sees different samples, `grad` sums gradients,
+`replicate` is what of `grad` holds the same shards, `grad_beside_ep` what of it holds the same experts, `seen` has each
+sample's outputs on one rank (a pipeline's last stage)."""
+
+NAMED = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Those whose degrees the config states and that multiply to the world, outermost first."""
 
 
 @dataclass
@@ -69,11 +80,27 @@ class Mesh:
         self.rank = rank
         assert 0 <= rank < self.size
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._axes = {name: self._make(name) for name in (*AXES, *VIEWS)}
+        self._axes = {name: self._make(name) for name in (*AXES, *VIEWS)} | {ENDS: self._make_ends()}
 
     def axis(self, name: str) -> Axis:
         """The axis or view `name`."""
         return self._axes[name]
+
+    def axes(self) -> tuple[Axis, ...]:
+        """Every axis and view, in one order on all ranks."""
+        return tuple(self._axes.values())
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is said in here is no part of a step: every axis' `traffic` stays as it was."""
+        before = [axis.traffic for axis in self._axes.values()]
+        for axis in self._axes.values():
+            axis.traffic = {}
+        try:
+            yield
+        finally:
+            for axis, traffic in zip(self._axes.values(), before, strict=True):
+                axis.traffic = traffic
 
     def coordinate(self, rank: int | None = None) -> dict[str, int]:
         """Where `rank` (this one by default) stands on each atomic axis and view."""
@@ -87,11 +114,24 @@ class Mesh:
                 at[view] = at[view] * self.degrees[name] + at[name]
         return at
 
+    def place(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands, on the axes that the config names and that have more than one rank, outermost first."""
+        at = self.coordinate(rank)
+        return {name: at[name] for name in NAMED if self._axes[name].size > 1}
+
     def _make(self, name: str) -> Axis:
         parts = VIEWS.get(name, (name,))
         groups = {ranks: self._group(ranks) for ranks in self._slices(parts)}
         mine = next(ranks for ranks in groups if self.rank in ranks)
         return Axis(name, len(mine), mine.index(self.rank), mine, groups[mine])
+
+    def _make_ends(self) -> Axis:
+        """First and last rank of this rank's pipeline; an axis of one rank for those between."""
+        lines = list(self._slices(("pp",)))
+        pairs: list[tuple[int, ...]] = [(line[0], line[-1]) for line in lines if len(line) > 1]
+        groups = {ranks: self._group(ranks) for ranks in pairs}
+        mine = next((ranks for ranks in pairs if self.rank in ranks), (self.rank,))
+        return Axis(ENDS, len(mine), mine.index(self.rank), mine, groups.get(mine))
 
     def _slices(self, parts: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
         """Every set of ranks that differ along `parts` only."""

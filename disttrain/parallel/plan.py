@@ -12,6 +12,7 @@ from torch import nn
 
 from disttrain.errors import ConfigError
 from disttrain.models.projections import Projections
+from disttrain.parallel.experts import cut_width
 from disttrain.parallel.layout import Cut, Placement, Sum
 from disttrain.parallel.mesh import Axis
 from disttrain.parallel.random import Streams
@@ -23,6 +24,7 @@ from disttrain.parallel.tensor import (
     SequenceGather,
     SequencePart,
     SequenceSplit,
+    WholeSequence,
 )
 from disttrain.parallel.vocabulary import VocabEmbedding
 
@@ -32,14 +34,23 @@ STYLES: Mapping[str, str] = {
     "row": "input features cut, output summed (Linear)",
     "vocab_embedding": "rows cut by vocabulary (Embedding)",
     "vocab_head": "rows cut by vocabulary, output stays cut (Linear)",
+    "summed": "whole weights that work on cut activations (a norm of heads, a learned slope): their gradient is summed",
     "sequence_norm": "whole weights; input cut along tokens under sequence parallelism",
     "position_embedding": "whole weights; output cut along tokens under sequence parallelism (Embedding)",
     "sequence_split": "an Identity at which whole activations are cut along tokens under sequence parallelism",
     "sequence_gather": "an Identity at which activations cut along tokens are made whole again",
+    "whole_sequence": "a module that counts over whole sequences: under sequence parallelism its input is made whole, its output cut",
+    "experts": "stacked matrices [experts, ...]: cut by expert over strategy.ep; each expert's width cut (Experts)",
     "heads": "works on this rank's heads: random draws are its own",
     "residual_dropout": "one mask per tensor group; its own under sequence parallelism",
 }
 """Styles that a plan may name, and what each means."""
+
+HEADS = ("num_heads", "num_kv_heads", "num_key_value_heads", "num_attention_heads", "n_head", "n_heads", "n_kv_heads")
+"""What models call their numbers of heads."""
+
+ENTRIES = ("vocab_embedding", "sequence_split")
+"""Styles at which activations become parts of a sequence under sequence parallelism."""
 
 LOSS_KEY = "loss"
 """The plan's key that names no module: 'vocab_parallel' for a loss over cut logits."""
@@ -69,16 +80,25 @@ def apply_tensor_plan(model: nn.Module, plan: Mapping[str, str], axis: Axis, seq
 
     Parameters are still whole here (on the meta device, or as the user built them): who materialises cuts them.
     """
+    styles = match_plan(model, plan)
+    if sequence and not set(ENTRIES) & set(styles.values()):
+        raise ConfigError(
+            f"sequence parallel: the plan of {type(model).__name__} does not say where tokens are first cut, by {' or '.join(ENTRIES)}",
+            "strategy.sequence_parallel=false",
+        )
     placements: dict[str, Placement] = {}
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
     owners = _owners(model)
-    for name, style in match_plan(model, plan).items():
+    whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")
+    for name, style in styles.items():
         module = model.get_submodule(name)
         if list(module.parameters()):
             _must_be_plain(name, module, names[id(module)])
-        swapped, by_parameter = _restyle(name, module, style, axis, sequence, streams)
+        if style == "column":
+            _must_share_heads(model.get_submodule(name.rpartition(".")[0]), name, axis)
+        swapped, by_parameter = _restyle(name, module, style, axis, sequence and not name.startswith(whole), streams)
         if swapped is not module:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, swapped)
@@ -155,6 +175,8 @@ def _restyle(
     if style == "vocab_embedding" and type(module) is nn.Embedding:
         _must_divide(name, "rows", module.num_embeddings, axis)
         return VocabEmbedding(module, axis, sequence), {"weight": Cut(0)}
+    if style == "summed":
+        return module, {parameter: Sum() for parameter, _ in module.named_parameters(recurse=False)}
     if style == "sequence_norm":
         return module, dict.fromkeys(own, Sum()) if sequence else {}
     if style == "position_embedding" and type(module) is nn.Embedding:
@@ -162,16 +184,42 @@ def _restyle(
     if style in ("sequence_split", "sequence_gather") and isinstance(module, nn.Identity):
         made = SequenceSplit(axis) if style == "sequence_split" else SequenceGather(axis)
         return (made if sequence else module), {}
+    if style == "experts":
+        if sequence:
+            raise ConfigError(
+                f"sequence parallel: the experts '{name}' work on whole sequences; a module around them has no style whole_sequence",
+                "strategy.sequence_parallel=false",
+            )
+        return module, cut_width(module, axis)
+    if style == "whole_sequence":
+        if sequence:
+            module.forward = WholeSequence(module.forward, axis)
+        return module, {}
     if style in ("heads", "residual_dropout") and not own:
         own_draws = draws(module) and (style == "heads" or sequence)
         return (OwnRandom(module, streams) if own_draws else module), {}
     raise ConfigError(f"tensor plan: style '{style}' does not fit '{name}', a {type(module).__name__}; {style}: {STYLES[style]}")
 
 
+def _must_share_heads(attention: nn.Module, name: str, axis: Axis) -> None:
+    """Refuse to cut through a head: the module that holds a layer to cut says how many it has, if it has any."""
+    for attribute in HEADS:
+        heads = getattr(attention, attribute, None)
+        if isinstance(heads, int) and not isinstance(heads, bool):
+            _must_divide(name, f"heads ({attribute})", heads, axis)
+
+
 def draws(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in training: it has dropout, as a module or as a rate."""
-    rates = [getattr(part, "p", 0.0) for part in module.modules()] + [getattr(module, "dropout", 0.0)]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    """Whether a module draws random numbers in training: it, or a module in it, has a rate of dropout."""
+    return any(rates(part) for part in module.modules())
+
+
+def rates(module: nn.Module) -> dict[str, float]:
+    """Rates of dropout of one module, its children's left out, by attribute: `drop...`, or `p` of a module that is named so."""
+    kind = type(module).__name__.lower()
+    is_mask = "drop" in kind or "stochastic" in kind
+    values = {name: value for name, value in vars(module).items() if isinstance(value, float) and 0 < value <= 1}
+    return {name: value for name, value in values.items() if "drop" in name or (is_mask and name == "p")}
 
 
 def _must_divide(name: str, what: str, size: int, axis: Axis) -> None:

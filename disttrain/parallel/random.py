@@ -1,15 +1,16 @@
 """Random streams of one rank: which ranks draw the same dropout masks.
 
-The default stream is the same within a tensor group and differs over data ranks: residual activations there
-are replicated, and so must be their masks. The rank's own stream differs within the tensor group as well: it
-serves what works on this rank's heads, or, under sequence parallelism, tokens. Both are seeded anew every
-step from (seed, step, coordinates), so a resume needs no saved state.
+The default stream is the same within a tensor group, where residual activations are replicated and so must be
+their masks. It differs over data ranks, which see other samples, and over context ranks, which see other tokens.
+The rank's own stream differs within the tensor group as well: it serves what works on this rank's heads, or,
+under sequence parallelism, tokens. Both are seeded anew every step from (seed, step, coordinates), so a resume needs
+no saved state; in a pipeline, for every micro-batch of every stage, from its numbers too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -31,18 +32,17 @@ def mix(*numbers: int) -> int:
 class Streams:
     """The default stream, shared in the tensor group, and the rank's own."""
 
-    def __init__(self, seed: int, device: torch.device, data_index: int = 0, tensor_index: int = 0) -> None:
-        """The indices are this rank's on the axes `data` and `tp`."""
-        self._base = mix(seed, data_index)
-        self._own_base = mix(seed, data_index, 1 + tensor_index)
+    def __init__(self, seed: int, device: torch.device, grad_index: int = 0, tensor_index: int = 0) -> None:
+        """The indices are this rank's on the axes `grad` (data x cp) and `tp`."""
+        self._bases = mix(seed, grad_index), mix(seed, grad_index, 1 + tensor_index)
+        self._seeds = list(self._bases)
         self._generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         self._own_state: Tensor | None = None
-        self._step = 0
 
-    def begin(self, step: int) -> None:
-        """Seed for one step."""
-        self._step = step
-        self._generator.manual_seed((self._base + step * _STRIDE) & _MASK)
+    def begin(self, step: int, *part: int) -> None:
+        """Seed for one step, or for a part of it: (micro-batch, stage) of a pipeline, whose order of actions then changes no mask."""
+        self._seeds = [mix(base + step * _STRIDE, *part) if part else (base + step * _STRIDE) & _MASK for base in self._bases]
+        self._generator.manual_seed(self._seeds[0])
         self._own_state = None
 
     def state(self) -> Tensor:
@@ -54,7 +54,7 @@ class Streams:
         """Draw from the rank's own stream inside the block."""
         shared_state = self._generator.get_state()
         if self._own_state is None:
-            self._generator.manual_seed((self._own_base + self._step * _STRIDE) & _MASK)
+            self._generator.manual_seed(self._seeds[1])
         else:
             self._generator.set_state(self._own_state)
         try:
@@ -62,3 +62,23 @@ class Streams:
         finally:
             self._own_state = self._generator.get_state()
             self._generator.set_state(shared_state)
+
+    def again(self) -> AbstractContextManager[None]:
+        """A block in which the rank's own stream draws once more from where it stands now; the default stream is the caller's.
+
+        It may be entered again: a backward that runs for inputs and for weights apart computes a recomputed block twice.
+        """
+        return _Again(self, self._own_state)
+
+
+class _Again:
+    """See `Streams.again`."""
+
+    def __init__(self, streams: Streams, then: Tensor | None) -> None:
+        self._streams, self._then = streams, then
+
+    def __enter__(self) -> None:
+        self._now, self._streams._own_state = self._streams._own_state, self._then
+
+    def __exit__(self, *raised: object) -> None:
+        self._streams._own_state = self._now

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -14,6 +14,19 @@ Tensors = Any
 """A tensor, or a tuple or dict of tensors, as a model takes or returns them."""
 
 
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Tensors) -> Tensors:
+    """`change` every tensor of a tensor, tuple, list or dict."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(change, value) for key, value in tree.items()}
+    if hasattr(tree, "_fields"):  # a named tuple
+        return type(tree)(*(map_tensors(change, value) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(change, value) for value in tree)
+    return tree
+
+
 class Verdict(IntEnum):
     """What all ranks do after a step; the largest asked for by anyone on any rank, but SKIP holds beside any other."""
 
@@ -21,6 +34,14 @@ class Verdict(IntEnum):
     SKIP = 1
     SAVE = 2
     STOP = 3
+    ROLL_BACK = 4
+
+
+def vote(verdict: Verdict) -> Tensor:
+    """Counters [5] with one vote for `verdict`; float32, on the CPU."""
+    counters = torch.zeros(len(Verdict))
+    counters[verdict] = 1.0
+    return counters
 
 
 @dataclass(frozen=True)
@@ -101,16 +122,32 @@ class Report:
     grad_norm: Tensor
     """True global gradient norm, unscaled, before clipping."""
     verdict: Tensor
-    """How many ranks asked for each verdict [4]."""
+    """How many ranks asked for each verdict [5]."""
     skip: Tensor
     """1.0 where the update must not be made (overflow, no valid target, asked for), else 0.0; float32."""
     measured: Tensor
     """What each rank measured [world, values]; empty between log points."""
 
+    def on(self, device: torch.device) -> Report:
+        """The report with what an update needs of it on `device`: the host waits, where weights lie there."""
+        if self.skip.device == device:
+            return self
+        return replace(self, grad_norm=self.grad_norm.to(device), skip=self.skip.to(device))
+
+    def fold(self, found: Tensor) -> None:
+        """Add what all ranks conclude alike from agreed numbers: verdict counters [5], whose SKIP holds for this step."""
+        self.verdict = self.verdict + found
+        self.skip = torch.maximum(self.skip, found[Verdict.SKIP].to(self.skip.dtype))
+
+    @property
+    def means(self) -> Tensor:
+        """Mean of each term over what it counts in the global batch [terms]."""
+        return self.losses.sum(0) / self.counts.clamp(min=1.0)
+
     @property
     def loss(self) -> Tensor:
-        """Mean loss over the valid targets of the global batch (all terms)."""
-        return (self.losses.sum(0) / self.counts.clamp(min=1.0)).sum()
+        """What is minimised: mean loss over the valid targets of the global batch, and the means of all other terms."""
+        return self.means.sum()
 
     @property
     def overflow(self) -> Tensor:

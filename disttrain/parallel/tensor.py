@@ -14,6 +14,7 @@ Shape suffixes: b batch, t tokens, d hidden, n rows (b*t), v vocabulary; a local
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from disttrain.errors import ConfigError
 from disttrain.models.projections import Projections
 from disttrain.parallel import collectives
 from disttrain.parallel.mesh import Axis
-from disttrain.parallel.pairs import gather_slice, slice_gather
+from disttrain.parallel.pairs import copy_reduce, gather_reduce_scatter, gather_slice, reduce_copy, reduce_scatter_gather, slice_gather
 from disttrain.parallel.random import Streams
 
 SEQUENCE_DIM = 1
 """Dimension of tokens in activations [b, t, d]."""
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
+def in_autocast_type(*tensors: Tensor) -> list[Tensor]:
     """The tensors in autocast's type, where it is on: what is saved is then what backward multiplies with."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -52,7 +53,7 @@ class _ColumnLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sequence: bool, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.axis, ctx.sequence = axis, sequence
-        x, *cast = _autocast(x, *weights)
+        x, *cast = in_autocast_type(x, *weights)
         ctx.save_for_backward(x, *cast)
         whole = collectives.all_gather(x, axis, SEQUENCE_DIM) if sequence else x
         with torch.autocast(x.device.type, enabled=False):
@@ -88,7 +89,7 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence: bool) -> Tensor:
         ctx.axis, ctx.sequence = axis, sequence
-        x, weight = _autocast(x, weight)
+        x, weight = in_autocast_type(x, weight)
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
             partial = F.linear(x, weight)
@@ -107,17 +108,26 @@ class _RowLinear(torch.autograd.Function):
         return input_grad, weight_grad, None, None
 
 
+def _columns(x: Tensor, axis: Axis, sequence: bool, fused: bool, weights: list[Tensor]) -> tuple[Tensor, ...]:
+    """x w_i^T for each weight. Unfused, the exchange is a node of its own: a backward for inputs runs it, one for weights does not."""
+    if fused:
+        return _ColumnLinears.apply(x, axis, sequence, *weights)  # type: ignore[no-any-return]
+    (x,) = in_autocast_type(x)
+    whole = gather_reduce_scatter(x, axis, SEQUENCE_DIM) if sequence else copy_reduce(x, axis)
+    return tuple(F.linear(whole, weight) for weight in weights)
+
+
 class ColumnLinear(nn.Module):
     """`nn.Linear` cut by output features; `gather` makes its output whole again, for a model that goes on alike everywhere."""
 
     def __init__(self, linear: nn.Linear, axis: Axis, sequence: bool, gather: bool = False) -> None:
         super().__init__()
-        self.axis, self.sequence, self.gather = axis, sequence, gather
+        self.axis, self.sequence, self.gather, self.fused = axis, sequence, gather, True
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to this rank's [..., out/tp], or all of it if gathered."""
-        (y,) = _ColumnLinears.apply(x, self.axis, self.sequence, self.weight)
+        (y,) = _columns(x, self.axis, self.sequence, self.fused, [self.weight])
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return gather_slice(y, self.axis, -1) if self.gather else y
@@ -128,7 +138,7 @@ class ColumnProjections(nn.Module):
 
     def __init__(self, projections: Projections, axis: Axis, sequence: bool) -> None:
         super().__init__()
-        self.axis, self.sequence = axis, sequence
+        self.axis, self.sequence, self.fused = axis, sequence, True
         self.segments = [size // axis.size for size in projections.segments]
         self.merged = projections.merged
         if self.merged:
@@ -140,11 +150,11 @@ class ColumnProjections(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., in] to this rank's part of each projection."""
         if self.merged:
-            (y,) = _ColumnLinears.apply(x, self.axis, self.sequence, self.weight)
+            (y,) = _columns(x, self.axis, self.sequence, self.fused, [self.weight])
             y = y if self.bias is None else y + self.bias.to(y.dtype)
             return y.split(self.segments, dim=-1)  # type: ignore[no-any-return]
         linears: list[nn.Linear] = list(self.children())  # type: ignore[arg-type]
-        ys = _ColumnLinears.apply(x, self.axis, self.sequence, *(linear.weight for linear in linears))
+        ys = _columns(x, self.axis, self.sequence, self.fused, [linear.weight for linear in linears])
         return tuple(y if linear.bias is None else y + linear.bias.to(y.dtype) for y, linear in zip(ys, linears, strict=True))
 
 
@@ -153,7 +163,7 @@ class RowLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, axis: Axis, sequence: bool) -> None:
         super().__init__()
-        self.axis, self.sequence = axis, sequence
+        self.axis, self.sequence, self.fused = axis, sequence, True
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,7 +173,11 @@ class RowLinear(nn.Module):
                 f"a row-parallel layer takes this rank's {self.weight.shape[1]} input features, but was fed {x.shape[-1]}: "
                 "the layer before it must be column-parallel without gathering"
             )
-        y: Tensor = _RowLinear.apply(x, self.weight, self.axis, self.sequence)
+        if self.fused:
+            y: Tensor = _RowLinear.apply(x, self.weight, self.axis, self.sequence)
+        else:
+            partial = F.linear(x, self.weight)
+            y = reduce_scatter_gather(partial, self.axis, SEQUENCE_DIM) if self.sequence else reduce_copy(partial, self.axis)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y
@@ -199,6 +213,13 @@ class OwnRandom(nn.Module):
             return self.module(*args, **kwargs)
 
 
+def inner_name(name: str) -> str:
+    """The name that a module has in the model as written, without those of wrappers around it."""
+    while name.endswith(".module"):
+        name = name.removesuffix(".module")
+    return name
+
+
 class SequenceSplit(nn.Module):
     """An identity at which whole activations [b, t, d] are cut to this rank's tokens; the gradient is made whole again."""
 
@@ -226,3 +247,28 @@ class SequenceGather(nn.Module):
     def forward(self, x_btd: Tensor) -> Tensor:
         """[b, t/tp, d] to [b, t, d]."""
         return gather_slice(x_btd, self.axis, SEQUENCE_DIM)
+
+
+class WholeSequence:
+    """A module's forward for whole sequences where others hold parts of them: tokens are gathered, this rank's results kept.
+
+    All ranks compute the same on the same tokens, so gradients of what is whole are whole on each.
+    """
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], axis: Axis) -> None:
+        self.forward = forward
+        self.axis = axis
+
+    def __call__(self, x_btd: Tensor) -> Tensor:
+        """[b, t/tp, d] to [b, t/tp, d]."""
+        return slice_gather(self.forward(gather_slice(x_btd, self.axis, SEQUENCE_DIM)), self.axis, SEQUENCE_DIM)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Part exchanges from products in every cut layer, for schedules that run the backward for inputs and for weights apart.
+
+    A fused function would run whole in both: products twice, exchanges twice.
+    """
+    for module in model.modules():
+        if isinstance(module, (ColumnLinear, ColumnProjections, RowLinear)):
+            module.fused = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,10 @@ from disttrain.reading.run import open_run, restored
 
 
 def main(run: Path, words: Sequence[str]) -> int:
-    """Print the prompt and what the model makes of it."""
+    """Print the prompt and what the model makes of it, as it is made."""
     config, checkpoint = open_run(run, words, "generate")
-    print(build.write_text(restored(config, checkpoint), config.generate, config.seed))
+    with contextlib.suppress(BrokenPipeError):  # who read along has seen enough
+        for piece in build.write_text(restored(config, checkpoint), config.generate, config.seed):
+            print(piece, end="", flush=True)
+        print(flush=True)
     return 0

@@ -10,11 +10,12 @@ from pathlib import Path
 import yaml
 
 from disttrain import build
-from disttrain.checkpoint.files import latest_good
+from disttrain.checkpoint.load import latest_good
 from disttrain.config import typed
-from disttrain.config.check import anchored
+from disttrain.config.check import anchored, check_numbers
 from disttrain.config.frozen import plain
 from disttrain.config.schema import Config, StrategyConfig
+from disttrain.config.trust import check_stored
 from disttrain.errors import CheckpointError, ConfigError
 from disttrain.launch.place import alone
 from disttrain.record import RunFolder
@@ -33,11 +34,15 @@ def open_run(run: Path, words: Sequence[str], section: str) -> tuple[Config, Pat
     checkpoint = run if run.parent.name == "checkpoints" else None
     folder = RunFolder(run.parent.parent if checkpoint is not None else run)
     if not (folder.path / "config.yaml").is_file():
-        raise ConfigError(f"{run} is no run folder: it holds no config.yaml", "the folder of one run: outputs/<date>/<time>-<id>")
+        jobs = sorted(str(file.parent) for file in folder.path.glob("*/config.yaml"))
+        remedy = f"a job of this sweep: {', '.join(jobs[:4])}" if jobs else "the folder of one run: outputs/<date>/<time>-<id>"
+        raise ConfigError(f"{run} is no run folder: it holds no config.yaml", remedy)
     values = yaml.safe_load(folder.config_text())
+    check_stored(values, words, folder.path)
     for word in words:
         _set(values, word, section)
     config = anchored(typed.build(Config, values), str(Path.cwd()))
+    check_numbers(config)
     if checkpoint is None:
         found = latest_good(folder.path)
         for note in found.passed_over:
@@ -62,13 +67,14 @@ def _set(values: dict[str, object], word: str, section: str) -> None:
     if not isinstance(place, dict) or last not in place:
         known = list(place) if isinstance(place, dict) else list(plain(Config()))
         near = typed.nearest(last, known)
-        raise ConfigError(f"{word}: there is no key '{'.'.join([*path, last])}'", f"{'.'.join([*path, near])}=..." if near else None)
+        message = f"{word}: there is no key '{'.'.join([*path, last])}'; there are {', '.join(map(str, known))}"
+        raise ConfigError(message, f"{'.'.join([*path, near])}=..." if near else None)
     place[last] = text if isinstance(place[last], str) else yaml.safe_load(text)
 
 
 def restored(config: Config, checkpoint: Path) -> Trainer:
     """The run on one rank, with the weights of `checkpoint`."""
-    build.prepare_data(config)
+    build.prepare(config)
     trainer = build.build_trainer(config, None, alone())
     load_weights(trainer, checkpoint)
     trainer.model.eval()

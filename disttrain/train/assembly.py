@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from disttrain.config.check import check_numbers
+from disttrain.config.components import needs_whole
+from disttrain.config.deepspeed import Batch
+from disttrain.config.schema import Config, TrainConfig
+from disttrain.config.typed import build
 from disttrain.data.adapt import numbered
 from disttrain.data.dataset import DataModule, Dataset, Order
 from disttrain.data.workers import BatchSource
 from disttrain.errors import ConfigError, DataError
-from disttrain.parallel.mesh import Axis
+from disttrain.parallel.blocks import blocks_of
+from disttrain.parallel.deepspeed import DeepSpeedStrategy, EngineUpdate
+from disttrain.parallel.layout import Cut
+from disttrain.parallel.local_sgd import Synced
+from disttrain.parallel.mesh import Axis, Mesh
+from disttrain.parallel.muon import WholeMatrices
+from disttrain.parallel.options import Options
 from disttrain.parallel.strategy import Strategy
 from disttrain.parallel.update import Update
 from disttrain.train.batch import Feed, Slice
@@ -21,6 +35,13 @@ from disttrain.train.optimizer import Schedule, build_optimizer, parameter_group
 
 TOGETHER = 1024
 """Most samples that one call of a data set builds."""
+
+
+def check(*settings: float | None) -> None:
+    """ConfigError for a setting of a run that is of the wrong type or sign, as for its key in a config."""
+    names = ("steps", "epochs", "global_batch_size", "clip_norm", "log_every", "eval_every")
+    plain = (value.item() if isinstance(value, np.generic) else value for value in settings)
+    check_numbers(Config(train=build(TrainConfig, dict(zip(names, plain, strict=True)), "train")))
 
 
 def training_order(train: Dataset, global_batch_size: int, seed: int, shuffle: bool) -> Order:
@@ -52,6 +73,11 @@ def run_length(steps: int | None, epochs: int | None, order: Order) -> int:
     return steps if steps is not None else int(epochs or 0) * order.steps_per_epoch
 
 
+def make_strategy(mesh: Mesh, options: Options, device: torch.device, seed: int) -> Strategy:
+    """Ours, or DeepSpeed's engine's."""
+    return (Strategy if options.deepspeed is None else DeepSpeedStrategy)(mesh, options, device, seed)
+
+
 def make_update(
     strategy: Strategy,
     optimizer: Callable[..., torch.optim.Optimizer],
@@ -59,11 +85,30 @@ def make_update(
     schedule: Callable[[int], Schedule],
     num_steps: int,
     clip_norm: float | None,
+    part: Slice,
 ) -> Update:
-    """Optimizer, rate and clipping for a prepared strategy."""
+    """Optimizer, rate and clipping for a prepared strategy, whose ranks each take a `part` of the global batch."""
     groups = parameter_groups(strategy.model, strategy.parameters, weight_decay)
-    factors = tabulate(schedule(num_steps), num_steps, strategy.device)
-    return Update(build_optimizer(optimizer, groups), factors, clip_norm, strategy.loss_scale)
+    factors = tabulate(schedule(num_steps), num_steps, strategy.update_device)
+    if "whole" in inspect.signature(optimizer).parameters:
+        matrices = WholeMatrices(blocks_of(strategy.model), strategy.parameters, strategy.layouts, strategy.mesh)
+        made = build_optimizer(partial(optimizer, whole=matrices), groups)
+    else:
+        made = build_optimizer(optimizer, groups)
+        _must_update_parts(made, strategy)
+    if isinstance(strategy, DeepSpeedStrategy):
+        batch = Batch(part.global_batch_size, part.micro_batch_size, part.num_micro)
+        return EngineUpdate(made, factors, clip_norm, strategy, batch)
+    if strategy.apart.size > 1:
+        return Synced(made, factors, clip_norm, strategy, num_steps)
+    return Update(made, factors, clip_norm, strategy.loss_scale)
+
+
+def _must_update_parts(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Refuse an optimizer that looks at whole matrices where parameters are cut."""
+    cut = next((name for name, at in strategy.layouts.items() if any(isinstance(p, Cut) for p in at.placements.values())), None)
+    if cut is not None and (why := needs_whole(kind.__name__ for kind in type(optimizer).__mro__)):
+        raise ConfigError(f"{type(optimizer).__name__} {why}, and ranks hold parts of '{cut}'", "optimizer=muon or adamw, or strategy=ddp")
 
 
 def make_feed(data: DataModule, dataset: Dataset, order: Order, part: Slice, strategy: Strategy) -> Feed:
@@ -83,5 +128,5 @@ def make_evaluator(data: DataModule, part: Slice, strategy: Strategy, metrics: M
         return None
     split = numbered(split)
     feed = make_feed(data, split, Order(len(split), part.global_batch_size, 0, shuffle=False), part, strategy)
-    measured = MetricSet(strategy.task, metrics, strategy.mesh.axis("data"), strategy.device)
+    measured = MetricSet(strategy.task, metrics, strategy.mesh.axis("seen"), strategy.device)
     return Evaluator(strategy, feed, measured, data.bytes_per_token)

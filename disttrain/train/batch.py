@@ -1,14 +1,16 @@
 """Fills the Step: this rank's slice of each global batch, in micro-batches of one shape, ahead of its use.
 
-A rank takes contiguous rows of the global batch by its index on the data axis; ranks of one tensor group take
-the same. Where an epoch runs out, rows are void: they repeat some sample, and count for nothing.
+The global batch is cut into micro-batches first and each of those over the data axis, so that micro-batch i of all
+data ranks together is micro-batch i of one device that runs as many: what sees a micro-batch (BatchNorm) then sees the
+same samples in every layout. Ranks of one tensor group take the same. Where an epoch runs out, rows are void: they
+repeat some sample, and count for nothing.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,7 +22,7 @@ from disttrain.data.dataset import VOID, Order, Position
 from disttrain.data.workers import BatchSource, Request
 from disttrain.models.task import Task
 from disttrain.parallel.mesh import Axis
-from disttrain.parallel.step import Batch, Step
+from disttrain.parallel.step import Batch, Step, map_tensors
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,14 @@ class Slice:
         return self.local_batch_size // self.micro_batch_size
 
     def rows(self, of_batch: Tensor) -> Tensor:
-        """This rank's part of [global_batch_size] numbers."""
-        start = self.axis.index * self.local_batch_size
-        return of_batch[start : start + self.local_batch_size] if self.axis.size > 1 else of_batch
+        """This rank's part of [global_batch_size] numbers: its share of each micro-batch, in order."""
+        return of_batch.view(self.num_micro, self.axis.size, self.micro_batch_size)[:, self.axis.index].flatten()
 
     def num_samples(self, in_batch: int) -> int:
-        """How many of a batch's samples, of which `in_batch` are no void ones, this rank holds."""
-        return max(0, min(self.local_batch_size, in_batch - self.axis.index * self.local_batch_size))
+        """How many of a batch's samples, of which the first `in_batch` are no void ones, this rank holds; they are its first."""
+        whole, rest = divmod(in_batch, self.axis.size * self.micro_batch_size)
+        in_last = max(0, min(self.micro_batch_size, rest - self.axis.index * self.micro_batch_size))
+        return whole * self.micro_batch_size + in_last
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Feed:
 
         for inputs, targets in self._source.iterate(requests()):
             group = asked.get()
-            inputs, targets = _map(self._ready, inputs), _map(self._ready, targets)
+            inputs, targets = map_tensors(self._ready, inputs), map_tensors(self._ready, targets)
             counts = {term: count.double() for term, count in self.task.counts(targets).items()}
             for place, one in enumerate(group):
                 cut = slice(place * len(one.rows), (place + 1) * len(one.rows))
@@ -164,22 +167,9 @@ def split_positions(order: Order) -> Iterator[tuple[int, Position]]:
         yield step, Position(0, step)
 
 
-def _map(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`change` every tensor of a tensor, tuple, list or dict."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: _map(change, value) for key, value in tree.items()}
-    if hasattr(tree, "_fields"):  # a named tuple
-        return type(tree)(*(_map(change, value) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_map(change, value) for value in tree)
-    return tree
-
-
 def _rows(tree: Any, cut: slice) -> Any:
     """Some rows of every tensor."""
-    return _map(lambda x: x[cut], tree)
+    return map_tensors(lambda x: x[cut], tree)
 
 
 class _Failed:
@@ -233,7 +223,7 @@ def _on_cuda(steps: Iterator[Step], device: torch.device) -> Iterator[Step]:
     for step in steps:
         with torch.cuda.stream(stream):
             for batch in step.micro:
-                batch.inputs, batch.targets = _map(move, batch.inputs), _map(move, batch.targets)
+                batch.inputs, batch.targets = map_tensors(move, batch.inputs), map_tensors(move, batch.targets)
                 batch.valid = None if batch.valid is None else move(batch.valid)
         if pending is not None:
             yield _claim(pending, stream)
@@ -252,5 +242,5 @@ def _claim(step: Step, stream: torch.cuda.Stream) -> Step:
         return x
 
     for batch in step.micro:
-        _map(keep, (batch.inputs, batch.targets, batch.valid))
+        map_tensors(keep, (batch.inputs, batch.targets, batch.valid))
     return step

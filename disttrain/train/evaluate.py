@@ -1,22 +1,44 @@
 """Evaluation: each validation sample exactly once on any number of ranks, weighted by valid targets.
 
-Loss, perplexity and bits per byte are a sum and a count over ranks; other metrics are torchmetrics', fed with
-valid samples only and exchanged once, at the end.
+Loss, perplexity and bits per byte are a sum and a count over ranks. `val/loss` is what training minimises, all terms; where
+there are several each is there alone too, and perplexity and bits per byte are of the first, the targets' own. Other
+metrics are torchmetrics', fed with valid samples only and exchanged once, at the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from disttrain.models.task import loss_names
 from disttrain.parallel import collectives
+from disttrain.parallel.materialise import share_buffers
+from disttrain.parallel.step import Verdict
 from disttrain.parallel.strategy import Strategy
 from disttrain.train.batch import Feed, split_positions
 from disttrain.train.metrics import MetricSet
+from disttrain.train.progress import Progress
+
+
+class CutShort(Exception):  # noqa: N818 (no error: all ranks agree to leave an evaluation)
+    """A stop was asked for while a split was measured; raised on every rank after the same batch."""
+
+
+def unless_stopped(
+    evaluate: Callable[..., dict[str, float]], stop_requested: Callable[[], str | None], progress: Progress
+) -> dict[str, float]:
+    """What `evaluate` finds; nothing if a signal came on any rank: all leave it together, and it is owed to the run that goes on."""
+    try:
+        return evaluate(is_stopped=lambda: stop_requested() is not None)
+    except CutShort:
+        progress.owes_evaluation = True
+        if signal := stop_requested():
+            progress.reasons.append(f"{Verdict.STOP.name}: {signal}")
+        return {}
 
 
 class Evaluator:
@@ -28,10 +50,21 @@ class Evaluator:
         self.feed = feed
         self.metrics = metrics
         self.bytes_per_token = bytes_per_token
+        self._is_stopped: Callable[[], bool] = lambda: False
+        self._said: collectives.Pending | None = None
 
-    def run(self, prefix: str = "val", weight_sets: Mapping[str, Mapping[str, Tensor]] | None = None) -> dict[str, float]:
-        """Metrics by name (`val/loss`, ...), the same on every rank; once more for each set of weights, with its suffix."""
-        self.strategy.share_buffers()
+    def run(
+        self,
+        prefix: str = "val",
+        weight_sets: Mapping[str, Mapping[str, Tensor]] | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Metrics by name (`val/loss`, ...), the same on every rank; once more for each set of weights, with its suffix.
+
+        `is_stopped` is asked after every batch; where it is true on any rank, all raise CutShort after the next one.
+        """
+        share_buffers(self.strategy.model, self.strategy.mesh.axis("data"))
+        self._is_stopped = is_stopped
         found = self._measure(prefix, "")
         for suffix, weights in (weight_sets or {}).items():
             with _borrowed(self.strategy.parameters, weights):
@@ -47,24 +80,32 @@ class Evaluator:
         finally:
             model.train(was_training)
         losses, counts = totals.tolist()
-        means = {term: loss / count if count else math.nan for term, loss, count in zip(terms, losses, counts, strict=True)}
-        loss = sum(means.values())
-        named = {"loss": loss} | ({f"loss_{term}": value for term, value in means.items()} if len(means) > 1 else {})
+        means = [loss / count if count else math.nan for loss, count in zip(losses, counts, strict=True)]
+        named = {"loss": sum(means)} | dict(zip(loss_names(terms, self.strategy.task), means, strict=False))
         if getattr(self.strategy.task, "unit", "") == "tokens":
-            named["perplexity"] = math.exp(min(loss, 700.0))
+            named["perplexity"] = math.exp(min(means[0], 700.0))
             if self.bytes_per_token:
-                named["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+                named["bits_per_byte"] = means[0] / math.log(2) / self.bytes_per_token
         named |= self.metrics.compute()
         return {f"{prefix}/{name}{suffix}": value for name, value in named.items()}
+
+    def _leave_if_stopped(self) -> None:
+        """Look at what ranks said after the batch before, and begin to add up what they say now: nobody waits for it."""
+        if self._said is not None and self._said.wait().item():
+            raise CutShort
+        asked = torch.tensor(float(self._is_stopped()), device=self.strategy.device)
+        self._said = collectives.start_all_reduce(asked, self.strategy.mesh.axis("world"))
 
     def _sums(self) -> tuple[Sequence[str], Tensor]:
         """Loss sums and counts [2, terms] over the whole split and world."""
         terms: Sequence[str] = ()
         totals: Tensor | None = None
+        self._said = None
         for step in self.feed.steps(split_positions(self.feed.order)):
             sums, seen = self.strategy.evaluate(step)
             totals = sums if totals is None else totals + sums
             terms = tuple(step.local_counts)
+            self._leave_if_stopped()
             if self.metrics.metrics:
                 for outputs, targets, valid in seen:
                     self.metrics.update(self.strategy.whole_outputs(outputs), targets, valid)
@@ -74,13 +115,16 @@ class Evaluator:
 
 @contextmanager
 def _borrowed(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Other values in the parameters inside the block."""
-    own = {name: parameters[name].data for name in weights}
+    """Other values in the memory of the parameters inside the block: a sharded one is read there and nowhere else."""
+    own = {name: parameters[name].detach().clone() for name in weights}
     try:
-        with torch.no_grad():
-            for name, value in weights.items():
-                parameters[name].data = value.to(own[name].dtype)
+        _fill(parameters, weights)
         yield
     finally:
-        for name, value in own.items():
-            parameters[name].data = value
+        _fill(parameters, own)
+
+
+@torch.no_grad()
+def _fill(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        parameters[name].copy_(value)

@@ -6,11 +6,12 @@
           (forward and backward of every micro-batch)        forward_context around each module call
           judge: verdicts from this rank's numbers
           one reduction over the world                       measure adds this rank's values at log points
-          judge_global: SKIP or not, from agreed numbers
+          judge_global: verdicts from agreed numbers
           before_optimizer_step
           (update)
         train_step_end
         log                                                  at log points; derive adds to the row first
+        roll_back                                            when agreed; then weights of the newest checkpoint
         validation_start ... validation_end                  when due
         save_checkpoint                                      when due or asked for
       train_epoch_end
@@ -79,7 +80,7 @@ class Callback:
         """`trainer.progress.epoch` begins."""
 
     def on_train_step_start(self, trainer: Trainer) -> None:
-        """A global batch is ready; `trainer.progress.step` is the number of steps taken before it."""
+        """A global batch is ready, this rank's part in `trainer.step`; `trainer.progress.step` steps were taken before it."""
 
     def on_before_optimizer_step(self, trainer: Trainer, report: Report) -> None:
         """Gradients are summed over all ranks, still scaled and unclipped; `report` is agreed."""
@@ -98,6 +99,9 @@ class Callback:
 
     def on_save_checkpoint(self, trainer: Trainer, state: State) -> None:
         """The state of the run is complete in `state`, callbacks' own included; who stores it does so here."""
+
+    def on_roll_back(self, trainer: Trainer) -> None:
+        """The run is about to take up its newest checkpoint's weights: who is writing one finishes it. On every rank."""
 
     def on_load_checkpoint(self, trainer: Trainer, state: State) -> None:
         """The run was restored from `state`; this callback's own part came through `load_state_dict`."""
@@ -159,11 +163,11 @@ class StepPolicy(Callback):
         return nullcontext()
 
     def judge(self, trainer: Trainer, local: Local) -> Tensor | None:
-        """Verdict counters [4] on the device from this rank's numbers, before the reduction; None for none. No host read."""
+        """Verdict counters [5] on the device from this rank's numbers, before the reduction; None for none. No host read."""
         return None
 
     def judge_global(self, trainer: Trainer, report: Report) -> Tensor | None:
-        """1.0 where the update must be skipped, on the device, from agreed numbers; None for no opinion. No host read."""
+        """Verdict counters [5] on the device from agreed numbers, the same on every rank; None for no opinion. No host read."""
         return None
 
     def after_update(self, trainer: Trainer, report: Report) -> None:

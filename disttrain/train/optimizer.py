@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from disttrain.errors import ConfigError
 from disttrain.parallel.tensor import SequencePart
@@ -93,9 +94,52 @@ class WarmupStableDecay(_WithWarmup):
         return self.min_factor + (1 - self.min_factor) * max(0, left) / self.decay_steps
 
 
+def from_torch(make: Callable[..., LRScheduler], rate: float) -> Callable[[int], Schedule]:
+    """A schedule that walks as one of torch's learning-rate schedulers does: `make(optimizer)` is stepped beside an empty one.
+
+    `rate`: the base rate, for those that set rates instead of scaling them. ConfigError for one that follows a metric,
+    or that moves momentum too (a table of rates can't).
+    """
+
+    def schedule(num_steps: int) -> Schedule:
+        parameter = nn.Parameter(torch.zeros(()))
+        optimizer = torch.optim.SGD([parameter], lr=rate, momentum=0.5)
+        scheduler = make(optimizer)
+        name = type(scheduler).__name__
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError(f"{name} follows a metric, and a schedule is a function of the number of updates", "scheduler=wsd")
+        group, momentum = optimizer.param_groups[0], optimizer.param_groups[0]["momentum"]
+        rates = [float(group["lr"])]
+
+        def factor(update: int) -> float:
+            while len(rates) <= update:
+                optimizer.step()
+                try:
+                    scheduler.step()
+                except ValueError as error:
+                    raise ConfigError(f"{name} ends before the run's {num_steps} steps: {error}", "scheduler=cosine") from error
+                rates.append(float(group["lr"]))
+                if group["momentum"] != momentum:
+                    raise ConfigError(f"{name} moves momentum too, which a schedule can't", "scheduler.cycle_momentum=false")
+            return rates[update] / rate if rate else 0.0
+
+        return factor
+
+    return schedule
+
+
 def tabulate(schedule: Schedule, num_steps: int, device: torch.device) -> Tensor:
-    """The schedule as a table [num_steps + 1], float64 on the device: reading it there needs no host."""
-    return torch.tensor([schedule(update) for update in range(num_steps + 1)], dtype=torch.float64, device=device)
+    """The schedule as a table [num_steps + 1], float64 on the device: reading it there needs no host. ConfigError if it is none."""
+    if not callable(schedule):
+        raise ConfigError(f"a schedule is called with the number of updates, and a {type(schedule).__name__} can't be", "scheduler=cosine")
+    try:
+        factors = [float(schedule(update)) for update in range(num_steps + 1)]
+    except TypeError as error:
+        raise ConfigError(f"the schedule can't be asked for a factor by number of updates: {error}", "scheduler=cosine") from error
+    wrong = next((at for at, factor in enumerate(factors) if not math.isfinite(factor)), None)
+    if wrong is not None:
+        raise ConfigError(f"the schedule's factor on the rate after {wrong} updates is {factors[wrong]}", "scheduler=cosine")
+    return torch.tensor(factors, dtype=torch.float64, device=device)
 
 
 def parameter_groups(model: nn.Module, parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -103,17 +147,18 @@ def parameter_groups(model: nn.Module, parameters: Mapping[str, nn.Parameter], w
 
     `parameters` may be local parts: a cut never changes a parameter's number of dimensions.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, EMBEDDINGS)}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    embeddings = {names[id(module.weight)] for module in model.modules() if isinstance(module, EMBEDDINGS)}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     if not weight_decay:
         return [{"params": list(trained.values()), "weight_decay": 0.0}]
-    decayed = [p for p in trained.values() if p.dim() >= 2 and id(p) not in embeddings]
+    decayed = [p for name, p in trained.items() if p.dim() >= 2 and name not in embeddings]
     kept = {id(p) for p in decayed}
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": [p for p in trained.values() if id(p) not in kept], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return groups  # both, also where a pipeline's stage has nothing for one: a group's state is known by its place
 
 
 def build_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -122,12 +167,22 @@ def build_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dic
     offers_fused = "fused" in inspect.signature(make).parameters
     fusable = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
     with _without_compiler():
-        optimizer = make(groups, fused=True) if offers_fused and fusable else make(groups)
+        try:
+            optimizer = make(groups, fused=True) if offers_fused and fusable else make(groups)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{_name(make)} can't be made with these arguments: {error}", "optimizer=adamw") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{_name(make)} is no optimizer: it makes a {type(optimizer).__name__}", "optimizer=adamw")
     if isinstance(optimizer, torch.optim.SGD):
         if any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
             return make(groups)  # the first step of fused momentum with dampening can't be skipped on the device
         _start_momentum(optimizer)
     return optimizer
+
+
+def _name(make: Callable[..., Any]) -> str:
+    kind = getattr(make, "func", make)
+    return str(getattr(kind, "__name__", kind))
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from disttrain.parallel import collectives
+from disttrain.parallel.mesh import Axis
 from disttrain.parallel.step import Report
 
 
@@ -25,23 +27,28 @@ class Window:
         """Wall-clock time since the last log point, evaluations and saves left out."""
         return time.perf_counter() - self._start
 
-    def leave_out(self, seconds: float) -> None:
-        """Time that was not spent on steps."""
+    def leave_out(self, seconds: float) -> Window:
+        """Forget time that was not spent on steps; the window itself."""
         self._start += seconds
+        return self
 
 
 class Sums:
-    """Loss sums and counts by term [2, terms] over the run, float64 on the device."""
+    """Loss sums and counts by term [2, terms] over the run, float64 on the device.
 
-    def __init__(self, terms: int, device: torch.device) -> None:
+    `apart`: ranks whose own numbers a report leaves out (local SGD); their sums are added where the total is read, by all.
+    """
+
+    def __init__(self, terms: int, device: torch.device, apart: Axis) -> None:
+        self._apart = apart
         self._losses = torch.zeros(terms, dtype=torch.float64, device=device)
         self._counts = torch.zeros(terms, dtype=torch.float64, device=device)
-        self._logged, self._epoch = self.total, self.total
+        self._logged = self._epoch = torch.zeros(2, terms, dtype=torch.float64, device=device)
 
     @property
     def total(self) -> Tensor:
         """The run's sums [2, terms]."""
-        return torch.stack([self._losses, self._counts])
+        return collectives.all_reduce_(torch.stack([self._losses, self._counts]), self._apart)
 
     def add(self, report: Report) -> None:
         """Count a step."""
@@ -49,15 +56,17 @@ class Sums:
         self._counts += report.counts
 
     def targets_in_window(self) -> Tensor:
-        """Valid targets since this was last asked."""
-        count = (self.total - self._logged)[1].sum()
-        self._logged = self.total
+        """Valid targets, which the first term counts, since this was last asked."""
+        total = self.total
+        count = (total - self._logged)[1, 0]
+        self._logged = total
         return count
 
     def epoch_loss(self) -> float:
         """The epoch's sum of losses over its valid targets; the next epoch begins. A host read."""
-        losses, counts = (self.total - self._epoch).tolist()
-        self._epoch = self.total
+        total = self.total
+        losses, counts = (total - self._epoch).tolist()
+        self._epoch = total
         return float(sum(loss / max(1.0, count) for loss, count in zip(losses, counts, strict=True)))
 
     def state(self) -> list[list[list[float]]]:
@@ -65,19 +74,22 @@ class Sums:
         return [self.total.tolist(), self._epoch.tolist()]
 
     @classmethod
-    def restored(cls, state: list[list[list[float]]], device: torch.device) -> Sums:
+    def restored(cls, state: list[list[list[float]]], device: torch.device, apart: Axis) -> Sums:
         """Sums as `state` had them."""
         total, epoch = (torch.tensor(values, dtype=torch.float64, device=device) for values in state)
-        sums = cls(total.shape[1], device)
-        sums._losses, sums._counts = total.clone().unbind()
+        sums = cls(total.shape[1], device, apart)
+        sums._losses, sums._counts = (total * (apart.index == 0)).unbind()
         sums._logged, sums._epoch = total, epoch
         return sums
 
 
-def row_of(report: Report, rate: Tensor, skipped: Tensor, targets: Tensor, measured: Sequence[str]) -> dict[str, float]:
+def row_of(
+    report: Report, rate: Tensor, skipped: Tensor, targets: Tensor, measured: Sequence[str], terms: Sequence[str] = ()
+) -> dict[str, float]:
     """The metrics of a log point, with one read of the device.
 
-    `measured` names what the columns of `report.measured` hold: each gives its mean, `_min` and `_max` over ranks.
+    `terms`: names under which the loss's terms are reported, none if it has one. `measured` names what the columns of
+    `report.measured` hold: each gives its mean, `_min` and `_max` over ranks.
     """
     numbers = {
         "train/loss": report.loss,
@@ -86,7 +98,8 @@ def row_of(report: Report, rate: Tensor, skipped: Tensor, targets: Tensor, measu
         "train/skipped_updates": skipped,
         "train/targets": targets,
     }
-    scalars = torch.stack([number.double() for number in numbers.values()])
+    numbers |= dict(zip((f"train/{term}" for term in terms), report.means, strict=False))
+    scalars = torch.stack([number.to(report.counts.device, torch.float64) for number in numbers.values()])
     flat = torch.cat([scalars, report.measured.flatten()]).tolist()
     row = dict(zip(numbers, flat, strict=False))
     by_rank = flat[len(numbers) :]

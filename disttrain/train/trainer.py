@@ -16,21 +16,22 @@ from torch import nn
 
 from disttrain.data import adapt
 from disttrain.data.dataset import Position
-from disttrain.errors import DataError
-from disttrain.models.task import Task, task_of
-from disttrain.parallel import collectives
+from disttrain.errors import DataError, DivergedError
+from disttrain.models.task import Task, loss_names, task_of
+from disttrain.parallel.agreement import first_looks
 from disttrain.parallel.layout import Layout
 from disttrain.parallel.mesh import Mesh, found_device, found_mesh
+from disttrain.parallel.options import Options
 from disttrain.parallel.step import Report, Step, Verdict
-from disttrain.parallel.strategy import Options, Strategy
 from disttrain.parallel.update import LossScale
-from disttrain.train.assembly import local_part, make_evaluator, make_feed, make_update, run_length, training_order
+from disttrain.train.assembly import check, local_part, make_evaluator, make_feed, make_strategy, make_update, run_length, training_order
 from disttrain.train.batch import train_positions
+from disttrain.train.evaluate import unless_stopped
 from disttrain.train.hooks import Callback, declared, defined
 from disttrain.train.optimizer import Constant, Schedule
-from disttrain.train.progress import FAILED, DivergedError, Progress, Result
+from disttrain.train.progress import Progress, Result, diverged, follows
 from disttrain.train.rows import Sums, Window, row_of
-from disttrain.train.state import state_of
+from disttrain.train.state import roll_back, state_of
 
 if TYPE_CHECKING:
     from disttrain.config.schema import Config
@@ -71,15 +72,14 @@ class Trainer:
 
         data: a DataModule, or a torch data set to train on.
         task: the model's own by default. optimizer: takes parameter groups. schedule: takes the number of steps.
-        callbacks: by key, or in order. metrics: torchmetrics by name, beside the task's.
-        steps or epochs: one of both. global_batch_size: samples a step, whatever the layout.
-        stop_requested: name of a signal that asks to stop, asked every step.
+        callbacks: by key, or in order. metrics: torchmetrics by name, beside the task's. steps or epochs: one of both.
+        global_batch_size: samples a step, whatever the layout. stop_requested: name of a signal that asks to stop, asked every step.
         """
+        check(steps, epochs, global_batch_size, clip_norm, log_every, eval_every)
         self.mesh = mesh or found_mesh()
         self.device = device or found_device()
         self.callbacks = dict(callbacks) if isinstance(callbacks, Mapping) else {type(one).__name__: one for one in callbacks}
-        self.folder, self.config, self.overfit = folder, config, overfit
-        self.log_every, self.eval_every = log_every, eval_every
+        self.folder, self.config, self.overfit, self.log_every, self.eval_every = folder, config, overfit, log_every, eval_every
         self.data = adapt.data_module(data)
         fixed = declared(self.callbacks)
         part = local_part(self.mesh.axis("data"), global_batch_size, fixed.micro_batch_size)
@@ -87,15 +87,16 @@ class Trainer:
         order = training_order(train, global_batch_size, seed, self.data.shuffle)
         self.num_steps = run_length(steps, epochs, order)
 
-        self.strategy = Strategy(self.mesh, options or Options(), self.device, seed)
-        scale = None if fixed.loss_scale is None else LossScale(fixed.loss_scale, self.device)
+        self.strategy = make_strategy(self.mesh, options or Options(), self.device, seed)
+        scale = None if fixed.loss_scale is None else LossScale(fixed.loss_scale, self.strategy.update_device)
         self.strategy.prepare(model, task or task_of(model), dtype, scale)
         self.progress = Progress(self.device)
-        self.update = make_update(self.strategy, optimizer, weight_decay, schedule, self.num_steps, clip_norm)
+        self.update = make_update(self.strategy, optimizer, weight_decay, schedule, self.num_steps, clip_norm, part)
         self.feed = make_feed(self.data, train, order, part, self.strategy)
         self.evaluator = make_evaluator(self.data, part, self.strategy, metrics or {})
 
         self.window, self.metrics = Window(), dict[str, float]()
+        self.step: Step | None = None  # under way, or the last
         self._stop_requested, self._stop_reason, self._failed = stop_requested, "", False
         self.sums: Sums | None = None
         self._listen()
@@ -127,6 +128,11 @@ class Trainer:
         """How each parameter lies on the mesh."""
         return self.strategy.layouts
 
+    @property
+    def listeners(self) -> Mapping[str, list[Callable[..., Any]]]:
+        """Who is called at each hook, in order; a stopwatch may put others in their places."""
+        return self._on | {"judge": self._judges, "judge_global": self._global_judges, "after_update": self._adapt}
+
     # --- the loop -------------------------------------------------------------------------------------------------------
 
     def fit(self) -> Result:
@@ -134,8 +140,9 @@ class Trainer:
         try:
             self.call("on_fit_start")
             self._run()
-            if self._failed:
-                raise DivergedError(self._stop_reason)
+            lost = None if self._stop_reason else diverged(self.metrics)
+            if self._failed or lost:
+                raise DivergedError(lost or self._stop_reason)
             self.call("on_fit_end")
         except BaseException as error:
             self.call("on_exception", error)
@@ -144,12 +151,14 @@ class Trainer:
             self.feed.close()
             if self.evaluator is not None:
                 self.evaluator.feed.close()
-        status = "stopped" if self._stop_reason else "done"
-        return Result(status, self._stop_reason, self.progress.step, self.metrics)
+        return Result("stopped" if self._stop_reason else "done", self._stop_reason, self.progress.step, self.metrics)
 
     def _run(self) -> None:
         """Every step from where the run stands to its last, or to an agreed stop."""
         progress, strategy = self.progress, self.strategy
+        if progress.owes_evaluation and self.evaluator is not None:
+            progress.owes_evaluation = False
+            self._log(self.evaluate())
         start = Position(progress.epoch, progress.step_in_epoch)
         steps = self.feed.steps(train_positions(self.feed.order, progress.step, start, self.num_steps, self.overfit))
         upcoming = next(steps, None)
@@ -157,11 +166,12 @@ class Trainer:
             return
         strategy.count(upcoming)
         strategy.model.train()
-        self.sums = self.sums or Sums(len(upcoming.local_counts), self.device)
-        self.window = Window()
-        ending = False
+        self.sums = self.sums or Sums(len(upcoming.local_counts), self.device, strategy.apart)
+        self.loss_names = loss_names(tuple(upcoming.local_counts), self.task)
+        self.window, ending = Window(), False
         while upcoming is not None and not ending:
-            step, upcoming = upcoming, self._fetch(steps)
+            self.step = step = upcoming
+            upcoming = self._fetch(steps)
             number = progress.step + 1
             if progress.step_in_epoch == 0:
                 self.call("on_train_epoch_start")
@@ -174,8 +184,8 @@ class Trainer:
             measured = self._measure(number)
             report = strategy.finish(local, step, asked, progress.flags(), list(measured.values()), upcoming)
             for judge in self._global_judges:
-                if (skip := judge(self, report)) is not None:
-                    report.skip = torch.maximum(report.skip, skip)
+                if (found := judge(self, report)) is not None:
+                    report.fold(found)
             self.call("on_before_optimizer_step", report)
             self.update(report)
             for adapt_state in self._adapt:
@@ -188,7 +198,8 @@ class Trainer:
             due = self._due(number, last=upcoming is None)
             verdict = progress.settle(report.verdict, drain=bool(due))
             ending = upcoming is not None and verdict is Verdict.STOP
-            self._follow(number, report, list(measured), due | _agreed(verdict, ending))
+            self._follow(number, report, list(measured), due | follows(verdict, ending))
+            ending = bool(self._stop_reason)
 
     def _fetch(self, steps: Iterator[Step]) -> Step | None:
         """The next step, built before the current one runs so that its counts can ride along."""
@@ -202,67 +213,68 @@ class Trainer:
         if last:
             return frozenset({"log", "evaluate", "save"})
         due = {"evaluate"} if self.eval_every is not None and number % self.eval_every == 0 else set()
-        return frozenset(due.union(*(due_at(self, number) for due_at in self._on["due"])))
+        return self.update.ready(number, frozenset(due.union(*(due_at(self, number) for due_at in self._on["due"]))))
 
     def _follow(self, number: int, report: Report, measured: list[str], due: frozenset[str]) -> None:
-        """What is due or was agreed, in this order: log row, end of epoch, evaluation, save."""
+        """What is due or was agreed, in this order: log row, roll-back, end of epoch, evaluation, save."""
         epoch_ends = self.progress.step_in_epoch + 1 == self.feed.order.steps_per_epoch
-        logged = "log" in due or self._is_log_point(number)
-        row = self._row(report, measured) if logged else {}
-        paused = time.perf_counter()
+        logged = "log" in due or self.is_log_point(number)
+        if not (due or logged or epoch_ends):
+            return self.progress.finish_step(epoch_ends)
+        with self.mesh.uncounted():
+            row = self._row(report, measured) if logged else {}
+            paused = time.perf_counter()
+            self._pause(row, due, epoch_ends)
+        self.window = Window() if logged else self.window.leave_out(time.perf_counter() - paused)
+
+    def _pause(self, row: dict[str, float], due: frozenset[str], epoch_ends: bool) -> None:
+        """What stands between two steps and is no part of either."""
+        if "roll_back" in due:
+            roll_back(self)
         if epoch_ends and self.sums is not None:
             row["train/epoch_loss"] = self.sums.epoch_loss()
         if "evaluate" in due and self.evaluator is not None:
-            row |= self.evaluate()
-        if row:
-            self.metrics |= row
-            self.call("on_log", row)
+            row |= (found := unless_stopped(self.evaluate, self._stop_requested, self.progress))
+            due |= frozenset() if found else {"save", "stop"}
+        self._log(row)
         if epoch_ends:
             self.call("on_train_epoch_end", row)
         self.progress.finish_step(epoch_ends)
         if "stop" in due:
-            self._stop_reason = self._agreed_reason()
+            self._stop_reason, self._failed = self.progress.agreed_reason(self.mesh.axis("world"))
         if "save" in due and self._on["on_save_checkpoint"]:
             self.call("on_save_checkpoint", state_of(self))
-        if logged:
-            self.window = Window()
-        else:
-            self.window.leave_out(time.perf_counter() - paused)
 
-    def _agreed_reason(self) -> str:
-        """Why the run stops, from whichever rank asked; every rank is here."""
-        given = collectives.gather_json(self.progress.reasons, self.mesh.axis("world"), self.device)
-        stops = [reason for reasons in given for reason in reasons if reason.startswith((Verdict.STOP.name, FAILED))]
-        self._failed = any(reason.startswith(FAILED) for reason in stops)
-        return stops[-1].partition(": ")[2] if stops else "asked to stop"
+    def _log(self, row: dict[str, float]) -> None:
+        self.metrics |= row
+        if row:
+            self.call("on_log", row)
 
-    def _is_log_point(self, number: int) -> bool:
+    def is_log_point(self, number: int) -> bool:
+        """Whether the step of that number, from 1, has a row."""
         return number == 1 or number == self.num_steps or number % self.log_every == 0
 
     def _measure(self, number: int) -> dict[str, float]:
         """This rank's values of a log point; nothing otherwise."""
-        values: dict[str, float] = {}
-        for measure in self._on["measure"] if self._is_log_point(number) else ():
-            values |= measure(self)
-        return values
+        asked = self._on["measure"] if self.is_log_point(number) else ()
+        return {name: value for measure in asked for name, value in measure(self).items()}
 
     def _row(self, report: Report, measured: list[str]) -> dict[str, float]:
         assert self.sums is not None
-        row = {"epoch": float(self.progress.epoch)}
-        row |= row_of(report, self.update.rate, self.update.skipped, self.sums.targets_in_window(), measured)
+        numbers = row_of(*self.update.shown(report), self.sums.targets_in_window(), measured, self.loss_names)
+        row = {"epoch": float(self.progress.epoch), **numbers}
         for derive in self._on["derive"]:
             row |= derive(self, row)
         return row
 
-    def evaluate(self, prefix: str = "val") -> dict[str, float]:
+    def evaluate(self, prefix: str = "val", is_stopped: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Measure the validation split, also with the weights that callbacks offer; the same on every rank."""
         if self.evaluator is None:
-            raise DataError("this data has no validation split", "dataset.validation_fraction=0.1")
+            remedy = "dataset.validation_fraction=0.1 for data that disttrain cuts itself; a `validation` of your own for the rest"
+            raise DataError("this data has no validation split", remedy)
         self.call("on_validation_start")
-        sets: dict[str, Any] = {}
-        for weight_sets in self._on["weight_sets"]:
-            sets |= weight_sets()
-        found = self.evaluator.run(prefix, sets)
+        sets = {name: weights for offer in self._on["weight_sets"] for name, weights in offer().items()}
+        found = self.evaluator.run(prefix, sets, is_stopped)
         self.call("on_validation_end", found)
         return found
 
@@ -272,8 +284,8 @@ class Trainer:
         """Find out who wants to be called when, once: the loop then calls nobody who would do nothing."""
         self._on = {name: self._who(name) for name in dir(Callback) if name in Callback.HOOKS or name in _OFFERS}
         self._judges, self._global_judges, self._adapt = (self._who(name) for name in ("judge", "judge_global", "after_update"))
-        contexts = self._who("forward_context")
-        self.strategy.module.contexts = [make for make in contexts if not isinstance(make(), nullcontext)]
+        self._on["on_before_optimizer_step"] += first_looks(self.parameters, self.layouts, self.mesh.axis("tp"))
+        self.strategy.module.contexts = [make for make in self._who("forward_context") if not isinstance(make(), nullcontext)]
 
     def _who(self, name: str) -> list[Callable[..., Any]]:
         """The bound `name` of every callback that defines it."""
@@ -286,10 +298,3 @@ class Trainer:
 
 
 _OFFERS = frozenset({"due", "measure", "derive", "weight_sets"})
-
-
-def _agreed(verdict: Verdict, ending: bool) -> frozenset[str]:
-    """What a verdict adds to what is due. A stop before the last step logs and saves, and leaves without an evaluation."""
-    if ending:
-        return frozenset({"log", "save", "stop"})
-    return frozenset({"save"}) if verdict is Verdict.SAVE else frozenset()

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOOR = 1e-8
-"""Of the global norm: a gradient that is zero in truth (a key bias under softmax) is rounding noise below it."""
+FLOOR = 1e-4
+"""Of the global norm: a gradient that is zero in truth (a bias before BatchNorm, a key bias under softmax) is rounding noise,
+about 1e-16 of that norm, and must not be called wrong at 1e-10; an error of 1e-14 of it still is."""
 
 Quantity = str
-"""'start', 'batch', 'gradient', 'norm', 'loss', 'update', 'replica' or 'mask'."""
+"""'start', 'batch', 'gradient', 'norm', 'loss', 'update', 'replica', 'buffer' or 'mask'."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,16 @@ def worst_by_name(errors: Sequence[Error]) -> list[Error]:
     return list(worst.values())
 
 
+def worst_by_step(errors: Sequence[Error]) -> list[Error]:
+    """The worst of each (step, quantity, name) over ranks: steps and quantities in time order, names as they first appeared.
+
+    Stages of a pipeline compare other names, so what one found last may come before what another found first.
+    """
+    kinds = list(dict.fromkeys(error.quantity for error in errors))
+    times = sorted({(error.step, kinds.index(error.quantity)) for error in errors})
+    return [one for step, kind in times for one in worst_by_name([e for e in errors if e.step == step and e.quantity == kinds[kind]])]
+
+
 def likely_cause(failed: Sequence[Error], degrees: dict[str, int], num_micro: int) -> str:
     """What such errors usually mean. The first kind of error in time order speaks: later ones follow from it."""
     kinds = {error.quantity for error in failed}
@@ -89,6 +100,8 @@ def likely_cause(failed: Sequence[Error], degrees: dict[str, int], num_micro: in
         return _gradient_cause(gradients, "loss" in kinds, degrees, num_micro)
     if "replica" in kinds:
         return f"ranks that hold the same '{first.name}' got different gradients: a sum over an axis is missing or was taken too early"
+    if kinds == {"buffer"}:
+        return f"gradients are right but the running statistics of '{first.name}' are not: each rank's own, or moved too often"
     if "loss" in kinds:
         return "gradients are right but the reported loss is not: a mean of means, or one rank's own"
     if "norm" in kinds:

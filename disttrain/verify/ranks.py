@@ -27,13 +27,17 @@ from disttrain.launch.place import Place
 from disttrain.models.task import Classification
 from disttrain.parallel import collectives
 from disttrain.parallel.layout import Copy, Layout, Sum
+from disttrain.parallel.mesh import AXES, VIEWS
 from disttrain.parallel.step import Report, Step
 from disttrain.train.assembly import make_feed
 from disttrain.train.batch import train_positions
 from disttrain.train.trainer import Trainer
 from disttrain.verify import masks
-from disttrain.verify.compare import Error, ratio, relative_error, worst_by_name
+from disttrain.verify.compare import Error, ratio, relative_error, worst_by_step
 from disttrain.verify.uneven import Uneven
+
+DRAWN = "drawn.json"
+"""In the record of one device: rates of dropout, which the proof sets to zero, and whether it drew random numbers all the same."""
 
 
 def prepared(config: Config, place: Place) -> Trainer:
@@ -55,25 +59,34 @@ def run_step(trainer: Trainer, step: Step) -> Report:
     """Gradients and agreed numbers of one step, as the loop makes them, without the update."""
     trainer.strategy.count(step)
     trainer.strategy.model.train()
-    return trainer.strategy.finish(trainer.strategy.forward_backward(step), step)
+    report = trainer.strategy.finish(trainer.strategy.forward_backward(step), step)
+    trainer.update.show_gradients()
+    return report
 
 
 # --- one device ----------------------------------------------------------------------------------------------------------
 
 
 def reference(config: Config, folder: str, place: Place) -> None:
-    """Write start, and every step's gradients, weights after the update and numbers, into `folder`."""
+    """Write start, what the model draws, and every step's gradients, weights after the update and numbers, into `folder`."""
     trainer = prepared(config, place)
+    rates = masks.silenced(trainer.model)
     parameters = trainer.parameters
     save_file({name: _own(parameter) for name, parameter in parameters.items()}, Path(folder) / "start.safetensors")
+    still_draws = False
     for number, step in enumerate(steps_of(trainer)):
+        trainer.strategy.streams.begin(step.number)
+        seeded = trainer.strategy.streams.state()
         report = run_step(trainer, step)
+        still_draws |= not torch.equal(seeded, trainer.strategy.streams.state())
+        buffers = {f"buffer/{name}": _own(buffer) for name, buffer in trainer.model.named_buffers()}
         tensors = {f"gradient/{name}": _own(parameter.grad) for name, parameter in parameters.items() if parameter.grad is not None}
         trainer.update(report)
-        tensors |= {f"after/{name}": _own(parameter) for name, parameter in parameters.items()}
+        tensors |= buffers | {f"after/{name}": _own(parameter) for name, parameter in parameters.items()}
         save_file(tensors, Path(folder) / f"step-{number}.safetensors")
         numbers = {"loss": float(report.loss), "norm": float(report.grad_norm), "samples": _samples(step), "num_micro": len(step.micro)}
         (Path(folder) / f"step-{number}.json").write_text(json.dumps(numbers))
+    (Path(folder) / DRAWN).write_text(json.dumps({"rates": rates, "still_draws": still_draws}))
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -101,14 +114,15 @@ def _checksum(tree: Any, row: int) -> int:
 
 
 def layout(config: Config, folder: str, place: Place) -> list[dict[str, Any]]:
-    """Compare this rank's part of everything with the reference in `folder`; the worst of each over all ranks, as JSON."""
+    """Compare this rank's part of everything with the reference in `folder`; the worst of each step over all ranks, as JSON."""
     trainer = prepared(config, place)
+    masks.silenced(trainer.model)
     comparison = _Comparison(trainer, Path(folder))
     comparison.start()
     for number, step in enumerate(steps_of(trainer)):
         comparison.step(number, step)
-    every = collectives.gather_json([error.as_json() for error in worst_by_name(comparison.errors)], trainer.mesh.axis("world"))
-    merged = worst_by_name([Error.from_json(error) for part in every for error in part])
+    every = collectives.gather_json([error.as_json() for error in worst_by_step(comparison.errors)], trainer.mesh.axis("world"))
+    merged = worst_by_step([Error.from_json(error) for part in every for error in part])
     return [error.as_json() for error in merged]
 
 
@@ -153,7 +167,7 @@ class _Comparison:
                     self._note("start", name, 0, float("inf"))
                     continue
                 self._compare("start", name, 0, parameter.detach(), file.get_tensor(name), 1.0)
-            for name in known - set(self.trainer.parameters):
+            for name in known - set(self.trainer.layouts):
                 self._note("start", name, 0, float("inf"))
 
     def step(self, number: int, step: Step) -> None:
@@ -166,17 +180,18 @@ class _Comparison:
             self._replicas(number)
             self._scalar("norm", "gradient norm", number, float(report.grad_norm), wanted["norm"])
             self._scalar("loss", "loss", number, float(report.loss), wanted["loss"])
+            self._buffers(number, file)
             self._update(number, file, report, wanted["norm"])
 
     def _batch(self, number: int, step: Step, wanted: dict[str, list[int]]) -> None:
         """This rank holds its slice of the reference's samples, none missing over the data axis, none in two places."""
         mine = _samples(step)
         wrong = sum(1 for index, sums in mine.items() if wanted.get(index) != sums)
-        data, tp = self.trainer.mesh.axis("data"), self.trainer.mesh.axis("tp")
-        taken = [index for part in collectives.gather_json(sorted(mine), data) for index in part]
+        taken = [index for part in collectives.gather_json(sorted(mine), self.trainer.mesh.axis("data")) for index in part]
         wrong += len(set(wanted) ^ set(taken)) + len(taken) - len(set(taken))
-        shared = collectives.gather_json(list(mine.items()), tp)  # in the order of rows
-        wrong += sum(1 for other in shared if other != shared[tp.index])
+        for axis in (self.trainer.mesh.axis(name) for name in AXES if name not in VIEWS["data"]):
+            shared = collectives.gather_json(list(mine.items()), axis)  # in the order of rows
+            wrong += sum(1 for other in shared if other != shared[axis.index])
         self._note("batch", "samples", number, float(wrong))
 
     def _gradients(self, number: int, file: Any, norm: float) -> None:
@@ -187,9 +202,17 @@ class _Comparison:
             elif parameter.grad is not None:
                 self._compare("gradient", name, number, parameter.grad, file.get_tensor(f"gradient/{name}"), norm)
 
+    def _buffers(self, number: int, file: Any) -> None:
+        """Running statistics and the like, which are whole on every rank; then the reference's are taken up."""
+        for name, buffer in self.trainer.model.named_buffers():
+            wanted = file.get_tensor(f"buffer/{name}")
+            error = relative_error(buffer.cpu(), wanted, float(wanted.abs().max()), 1.0) if wanted.numel() else 0.0
+            self._note("buffer", name, number, error)
+            buffer.copy_(wanted)
+
     def _replicas(self, number: int) -> None:
         """Gradients that must be the same on an axis are, bit for bit."""
-        for axis_name in ("tp", "data"):
+        for axis_name in AXES:
             axis = self.trainer.mesh.axis(axis_name)
             if axis.size == 1:
                 continue
@@ -236,7 +259,7 @@ class _Comparison:
     ) -> None:
         """Note the worst error over the pieces of one tensor. `rounding_of`: a value whose own rounding the difference can't be below."""
         layout = self.trainer.layouts[name]
-        if tuple(whole.shape) != layout.shape or tuple(local.shape) != layout.local_shape():
+        if tuple(whole.shape) != layout.shape or tuple(local.shape) != layout.local_shape(self.at):
             self._note(quantity, name, step, float("inf"))
             return
         largest = float(whole.abs().max()) if whole.numel() else 0.0

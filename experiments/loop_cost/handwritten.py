@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,18 +14,44 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from disttrain.data.seeds import derive
 from experiments.loop_cost.mlp import MLP, RandomRows
 from experiments.loop_cost.stopwatch import Clock
 
+SEED = 0
+LOG_EVERY = 20
+
+
+class EpochSampler(RandomSampler):
+    """torch's own shuffle, seeded anew for every epoch as disttrain's order is."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        """The epoch's rows."""
+        self.generator = torch.Generator().manual_seed(derive(SEED, self.epoch))
+        self.epoch += 1
+        return super().__iter__()
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with the hyperparameters of `conf/optimizer/adamw.yaml`: matrices decay, biases do not."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
 
 def one_process(width: int, hidden: int, outputs: int, batch_size: int, warmup: int, steps: int) -> str:
-    """What a step takes of the plain loop: DataLoader, cross-entropy, clip, fused AdamW; nothing is logged."""
+    """What a step takes of the plain loop: DataLoader, cross-entropy, clip, fused AdamW; the loss is read now and then."""
+    torch.manual_seed(SEED)
     model = MLP(width, hidden, outputs)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    loader = DataLoader(TensorDataset(*RandomRows(width, outputs).tensors()), batch_size=batch_size, shuffle=True, drop_last=True)
-    clock, done = Clock(), 0
+    optimizer = optimizer_for(model)
+    rows = TensorDataset(*RandomRows(width, outputs).tensors())
+    loader = DataLoader(rows, batch_size=batch_size, sampler=EpochSampler(rows), drop_last=True)
+    clock, done, losses = Clock(), 0, []
     while done < warmup + steps:
         for x, y in loader:
             if done == warmup:
@@ -35,19 +62,22 @@ def one_process(width: int, hidden: int, outputs: int, batch_size: int, warmup: 
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             done += 1
+            if done % LOG_EVERY == 0:
+                losses.append(loss.item())
             if done == warmup + steps:
                 break
-    return clock.per_step(steps)
+    return f"{clock.per_step(steps)} {losses[0]}"
 
 
 def tensor_parallel(width: int, hidden: int, outputs: int, batch_size: int, warmup: int, steps: int) -> str:
     """What a step takes of the same loop on a block cut by `parallelize_module`; batches are rows already in memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(SEED)
     model = parallelize_module(MLP(width, hidden, outputs, classes=False), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = optimizer_for(model)
     inputs, targets = RandomRows(width, outputs, classes=False).tensors()
     num_batches = len(inputs) // batch_size
-    clock = Clock()
+    clock, losses = Clock(), []
     for step in range(warmup + steps):
         if step == warmup:
             clock = Clock()
@@ -57,7 +87,9 @@ def tensor_parallel(width: int, hidden: int, outputs: int, batch_size: int, warm
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return clock.per_step(steps)
+        if (step + 1) % LOG_EVERY == 0:
+            losses.append(loss.item())
+    return f"{clock.per_step(steps)} {losses[0]}"
 
 
 def two_ranks(sizes: list[int], file: Path) -> None:

@@ -3,8 +3,11 @@
     python experiments/loop_cost/measure.py [--repeats 7] [--steps 1000]
 
 (a) One process, a two-layer MLP with cross-entropy: ours with the default callbacks at their default log
-    interval; by hand a DataLoader over a TensorDataset, clip_grad_norm_ and fused AdamW, logging nothing.
+    interval; by hand a DataLoader over a TensorDataset, clip_grad_norm_ and fused AdamW, and a loss read as often.
 (b) Two ranks, an MLP block cut by tensor parallelism: ours the same; by hand torch's parallelize_module.
+
+Both sides have the same start, the same batches in the same order and the same hyperparameters, two groups of weight
+decay among them; a loss of theirs is compared.
 
 Every measurement is a process of its own with one thread a rank (work this small gains nothing from a second, which
 only turns other load on the machine into noise). The two sides alternate. A step's time is the mean over `--steps`
@@ -61,8 +64,9 @@ class Case:
             *(f"model.width={self.width}", f"model.hidden={self.hidden}", f"model.outputs={self.outputs}", f"model.classes={self.classes}"),
             *("dataset=custom", "dataset._target_=experiments.loop_cost.mlp.RandomRows"),
             *(f"dataset.width={self.width}", f"dataset.outputs={self.outputs}", f"dataset.classes={self.classes}"),
+            f"dataset.shuffle={self.ranks == 1}",
             *(f"train.steps={self.warmup + steps + 1}", "train.eval_every=null", f"train.global_batch_size={self.batch_size}"),
-            *(f"callbacks.grad_accumulation.micro_batch_size={self.batch_size}", "scheduler=constant", "optimizer.lr=1e-3"),
+            *(f"callbacks.grad_accumulation.micro_batch_size={self.batch_size}", "scheduler=constant", "scheduler.warmup_steps=0"),
             "+callbacks.stopwatch._target_=experiments.loop_cost.stopwatch.Stopwatch",
             *(f"+callbacks.stopwatch.file={file}", f"+callbacks.stopwatch.warmup={self.warmup}", f"+callbacks.stopwatch.steps={steps}"),
         ]
@@ -81,7 +85,7 @@ def seconds(command: list[str], file: Path) -> dict[str, float]:
     done = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return dict(zip(CLOCKS, map(float, file.read_text().split()), strict=True))
+    return dict(zip((*CLOCKS, "loss"), map(float, file.read_text().split()), strict=True))
 
 
 def measure(case: Case, repeats: int, steps: int, folder: Path) -> dict[str, Any]:
@@ -91,6 +95,9 @@ def measure(case: Case, repeats: int, steps: int, folder: Path) -> dict[str, Any
     for _ in range(repeats):
         taken["by hand"].append(seconds(case.handwritten(file, steps), file))
         taken["disttrain"].append(seconds(case.ours(file, steps), file))
+    losses = [run["loss"] for runs in taken.values() for run in runs]
+    if max(losses) - min(losses) > 1e-5 * max(losses):
+        raise SystemExit(f"the two sides do not train the same: losses of an early step are {losses}")
     sizes = f"{case.width}-{case.hidden}-{case.outputs}, batch {case.batch_size}"
     found: dict[str, Any] = {"case": case.name, "sizes": sizes, "wanted": case.wanted, "seconds": taken}
     for clock in CLOCKS:
@@ -106,12 +113,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--warmup", type=int, help="steps before the clock starts; by default as many as W&B takes to open")
-    parser.add_argument("--case", choices=[case.name for case in CASES], help="this one only")
+    parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES], help="these only")
     parser.add_argument("--json", type=Path, default=HERE / "measured.json")
     arguments = parser.parse_args()
     print("| case | clock | by hand, us a step | disttrain, us a step | ratio | wanted, at most |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        cases = [case for case in CASES if arguments.case in (None, case.name)]
+        cases = [case for case in CASES if case.name in (arguments.case or (case.name,))]
         cases = [replace(case, warmup=arguments.warmup or case.warmup) for case in cases]
         results = [measure(case, arguments.repeats, arguments.steps, Path(folder)) for case in cases]
     found = {"date": date.today().isoformat(), "cores": os.cpu_count(), "cases": results}

@@ -49,11 +49,12 @@ class Table:
 class RandomRows(DataModule):
     """Random rows [length, width], with random classes or random targets [length, outputs]; there is no validation split."""
 
-    def __init__(self, width: int, outputs: int, length: int = 8192, classes: bool = True) -> None:
+    def __init__(self, width: int, outputs: int, length: int = 8192, classes: bool = True, shuffle: bool = True) -> None:
         self.width = width
         self.outputs = outputs
         self.length = length
         self.classes = classes
+        self.shuffle = shuffle
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """(inputs, targets), the same on every call."""

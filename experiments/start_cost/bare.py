@@ -25,6 +25,8 @@ def main() -> None:
     optimizer.step()
     if dist.get_rank() == 0:
         print(f"loss {loss.item():.4f}, threads {torch.get_num_threads()}, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
+    dist.barrier()  # who leaves while its peer still talks makes gloo abort there, now and then
+    del model  # its reducer goes before the group that it uses
     dist.destroy_process_group()
 
 

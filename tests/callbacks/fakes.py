@@ -24,17 +24,22 @@ class FakeWindow:
     def seconds(self):
         return time.perf_counter() - self.start
 
+    def leave_out(self, seconds):
+        self.start += seconds
+
 
 class FakeTrainer:
     """One rank, one parameter `w` of four numbers."""
 
     def __init__(self, folder=None, rank=0, num_steps=10, config=None):
         self.folder = RunFolder(folder) if folder is not None else None
-        self.mesh = SimpleNamespace(rank=rank, size=1, coordinate=Mesh().coordinate, axis=Mesh().axis)
+        self.mesh = Mesh()
+        self.mesh.rank = rank
         self.is_lead = rank == 0
         self.device = torch.device("cpu")
         self.progress = Progress()
         self.update = SimpleNamespace(updates=torch.zeros((), dtype=torch.float64))
+        self.strategy = SimpleNamespace(loss_scale=None, apart=SimpleNamespace(size=1))
         self.num_steps = num_steps
         self.eval_every = None
         self.config = config

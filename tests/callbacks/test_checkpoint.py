@@ -14,15 +14,17 @@ from tests.callbacks.fakes import FakeTrainer
 
 
 def train(trainer, callback, steps, losses=None):
-    """What the loop does with the callback: evaluation before save, each where it is due."""
+    """What the loop does with the callback: evaluation before save, each where it is due, and the end."""
     for step in steps:
         trainer.progress.step = step
+        callback.on_train_step_start(trainer)
         if losses and step in losses:
             callback.on_validation_end(trainer, {"val/loss": losses[step]})
         if "save" in callback.due(trainer, step) or step == trainer.num_steps:
             state = State({"model/w": (torch.full((4,), float(step)), Layout((4,)))})
             state.values = {"callbacks": {"checkpoint": callback.state_dict()}}
             callback.on_save_checkpoint(trainer, state)
+    callback.on_fit_end(trainer)
 
 
 def kept(folder):
@@ -87,18 +89,18 @@ def test_the_checkpoint_resumed_from_keeps_its_score(tmp_path):
     assert kept(tmp_path) == [4, 8]
 
 
-def test_the_clock_asks_at_log_points_on_rank_0(tmp_path, monkeypatch):
+def test_the_clock_asks_on_rank_0(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     for rank, asked in ((0, 1.0), (1, 0.0)):
         trainer, callback = FakeTrainer(tmp_path, rank=rank), Checkpoint(every_minutes=1.0)
-        callback.on_log(trainer, {})
+        callback.on_train_step_start(trainer)
         assert trainer.progress.flags() is None
         now[0] += 61.0
-        callback.on_log(trainer, {})
+        callback.on_train_step_start(trainer)
         flags = trainer.progress.flags() or [0.0] * len(Verdict)
         assert flags[Verdict.SAVE] == asked
-        callback.on_log(trainer, {})
+        callback.on_train_step_start(trainer)
         assert trainer.progress.flags() is None
 
 

@@ -10,15 +10,16 @@ import torch
 import torch._dynamo  # DDP imports it, for seconds; here once, for all forked ranks
 
 from disttrain.build import build_trainer
-from disttrain.checkpoint.files import latest_good, read_values
+from disttrain.checkpoint.files import read_values
+from disttrain.checkpoint.load import latest_good
 from disttrain.config.schema import Config, StrategyConfig, TrainConfig
+from disttrain.errors import DivergedError
 from disttrain.launch.place import alone
 from disttrain.launch.world import run_world
 from disttrain.parallel.step import Verdict
 from disttrain.record import RunFolder
 from disttrain.train import batch
 from disttrain.train.hooks import Callback
-from disttrain.train.progress import DivergedError
 from disttrain.train.state import restore, state_of
 from tests.callbacks.wandb_file import runs
 
@@ -31,12 +32,13 @@ PARTS = {
     "jsonl": {"_target_": "disttrain.callbacks.jsonl.JSONL"},
     "progress": {"_target_": "disttrain.callbacks.progress.ProgressBar"},
     "monitor": {"_target_": "disttrain.callbacks.monitor.Monitor"},
+    "ledger": {"_target_": "disttrain.callbacks.ledger.Ledger"},
     "wandb": {"_target_": "disttrain.callbacks.wandb.WandB", "mode": "offline"},
     "ema": {"_target_": "disttrain.callbacks.ema.EMA", "decay": 0.5},
     "nan_guard": {"_target_": "disttrain.callbacks.nan_guard.NaNGuard"},
     "early_stopping": {"_target_": "disttrain.callbacks.early_stopping.EarlyStopping", "patience": 1},
 }
-DEFAULT = ("grad_accumulation", "amp", "checkpoint", "jsonl", "progress", "monitor", "wandb")
+DEFAULT = ("grad_accumulation", "amp", "checkpoint", "jsonl", "progress", "monitor", "ledger", "wandb")
 
 
 def config(keys, steps=6, strategy=None, lr=1e-2, log_every=2, eval_every=3, **changes):

@@ -192,7 +192,7 @@ def test_jsonl_has_the_step_first_and_rank_0_only(tmp_path):
         JSONL().on_log(trainer, {"train/loss": 2.0, "val/loss": math.nan})
         JSONL().on_fit_end(trainer)
     (row,) = FakeTrainer(tmp_path).folder.read()
-    assert list(row) == ["step", "train/loss", "val/loss"]
+    assert list(row) == ["step", "train/loss", "val/loss", "perf/elapsed_seconds"]
     assert row["step"] == 20
     assert math.isnan(row["val/loss"])
 
@@ -245,7 +245,8 @@ def test_a_bar_on_a_terminal_follows_the_step_by_itself(monkeypatch, capsys):
     assert "loss 1.5" in shown
 
 
-def test_a_trace_lies_in_the_run_folder(tmp_path):
+def test_a_trace_lies_in_the_run_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     trainer, callback = FakeTrainer(tmp_path), Profile(start=1, steps=2)
     callback.on_fit_start(trainer)
     for step in range(5):

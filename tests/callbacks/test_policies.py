@@ -1,6 +1,7 @@
 """Policies: what they declare, in which type the forward runs, and who skips or stops."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from disttrain.callbacks.amp import AMP
 from disttrain.callbacks.grad_accumulation import GradAccumulation
 from disttrain.callbacks.nan_guard import NaNGuard
 from disttrain.errors import ConfigError
-from disttrain.parallel.step import Declaration, Local, Precision, ScaleRule, Verdict
+from disttrain.parallel.step import Declaration, Precision, ScaleRule, Verdict
 from tests.callbacks.fakes import FakeTrainer, report
 
 
@@ -43,23 +44,21 @@ def test_products_run_in_the_type_and_weights_stay(precision, dtype):
 
 
 def drive(guard, losses, skipped=(), trainer=None):
-    """Steps with these losses; `skipped`: steps that others skip. (verdict counters, skips) by step."""
+    """Steps with these losses; `skipped`: steps that others skip. (stops, skips) by step."""
     trainer = trainer or FakeTrainer()
     guard.on_fit_start(trainer)
     found = []
     for step, loss in enumerate(losses):
-        asked = guard.judge(trainer, Local([torch.tensor(loss), torch.tensor(1.0)], 1))
         agreed = report(loss)
-        skip = guard.judge_global(trainer, agreed)
-        agreed.skip = torch.maximum(skip, torch.tensor(float(step in skipped)))
+        asked = guard.judge_global(trainer, agreed)
+        agreed.skip = torch.maximum(asked[Verdict.SKIP], torch.tensor(float(step in skipped)))
         guard.after_update(trainer, agreed)
         trainer.progress.step = step + 1
-        found.append((asked.tolist(), float(skip)))
+        found.append((float(asked[Verdict.STOP]), float(asked[Verdict.SKIP])))
     return found
 
 
-GO = [0.0, 0.0, 0.0, 0.0]
-STOP = [float(verdict == Verdict.STOP) for verdict in Verdict]
+GO, STOP = 0.0, 1.0
 
 
 def test_a_bad_loss_is_skipped_and_the_run_goes_on():
@@ -81,12 +80,34 @@ def test_skips_of_the_loss_scale_count_in_a_row_but_do_not_skip_here():
     assert [asked for asked, _ in found] == [GO, GO, GO, STOP, STOP]
 
 
+def test_a_gradient_is_judged_too_unless_a_loss_scale_owns_it():
+    trainer, guard = FakeTrainer(), NaNGuard()
+    guard.on_fit_start(trainer)
+    agreed = report(1.0)
+    agreed.grad_norm = torch.tensor(math.inf, dtype=torch.float64)
+    assert guard.judge_global(trainer, agreed)[Verdict.SKIP] == 1
+    trainer.strategy.loss_scale = object()
+    assert guard.judge_global(trainer, agreed)[Verdict.SKIP] == 0
+
+
+def test_roll_backs_have_an_end():
+    trainer, guard = FakeTrainer(), NaNGuard(on_nan="roll_back", max_roll_backs=1)
+    with pytest.raises(ConfigError, match="on_nan=roll_back goes back to the newest checkpoint, and none is made"):
+        guard.on_fit_start(trainer)
+    trainer.callbacks["checkpoint"] = SimpleNamespace(every=10, every_seconds=None)
+    guard.on_fit_start(trainer)
+    asked = [guard.judge_global(trainer, report(loss)) for loss in (math.nan, 1.0, math.nan)]
+    assert [(float(one[Verdict.ROLL_BACK]), float(one[Verdict.STOP])) for one in asked] == [(1, 0), (0, 0), (0, 1)]
+    guard.on_log(trainer, {"train/loss": 1.0})
+    assert trainer.progress.reasons == ["FAILED: a loss or gradient was not finite 2 times (callbacks.nan_guard.max_roll_backs)"]
+
+
 def test_stop_at_the_first(caplog):
     trainer, guard = FakeTrainer(), NaNGuard(on_nan="stop")
-    assert drive(guard, [1.0, math.nan, 1.0], trainer=trainer) == [(GO, 0.0), (STOP, 1.0), (STOP, 0.0)]
+    assert drive(guard, [1.0, math.nan, 1.0], trainer=trainer) == [(GO, 0.0), (STOP, 1.0), (GO, 0.0)]
     guard.on_log(trainer, {"train/loss": 1.0})
-    assert trainer.progress.reasons == ["FAILED: the loss is not finite (callbacks.nan_guard.on_nan=stop)"]
-    assert "1 steps since the last log point had a loss that is not finite" in caplog.text
+    assert trainer.progress.reasons == ["FAILED: a loss or gradient was not finite (callbacks.nan_guard.on_nan=stop)"]
+    assert "1 steps since the last log point had a loss or a gradient that is not finite" in caplog.text
     again = NaNGuard(on_nan="stop")
     again.load_state_dict(guard.state_dict())
     assert drive(again, [1.0, 1.0]) == [(GO, 0.0), (GO, 0.0)]
@@ -96,10 +117,9 @@ def test_nothing_is_read_on_the_host_between_log_points(monkeypatch):
     """J01: a guard costs no wait for the device."""
     guard, trainer = NaNGuard(), FakeTrainer()
     guard.on_fit_start(trainer)
-    local, agreed = Local([torch.tensor(1.0), torch.tensor(1.0)], 1), report(1.0)
+    agreed = report(1.0)
     for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, forbidden)
-    guard.judge(trainer, local)
     guard.judge_global(trainer, agreed)
     guard.after_update(trainer, agreed)
 
@@ -109,7 +129,7 @@ def forbidden(*args, **kwargs):
 
 
 def test_wrong_values_are_named():
-    with pytest.raises(ConfigError, match="'ignore'; it may be skip or stop"):
+    with pytest.raises(ConfigError, match="'ignore'; it may be skip, stop, roll_back"):
         NaNGuard("ignore")
     with pytest.raises(ConfigError, match="max_consecutive is 0"):
         NaNGuard(max_consecutive=0)

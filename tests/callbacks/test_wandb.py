@@ -41,7 +41,7 @@ def run_folder(tmp_path, name="12-00-00-k3f9", parent="2026-11-29"):
 
 def test_a_run_is_kept_whole(tmp_path):
     folder = run_folder(tmp_path)
-    trainer = FakeTrainer(folder, config=config(run_name="first try", tags=["a,b", "x: y"], seed=7))
+    trainer = FakeTrainer(folder, config=config(run_name="first try", tags=["a,b", "x: y"], seed=7, predicted={"perf/step_seconds": 0.25}))
     callback = WandB(project="mine")
     follow(callback, trainer, [(1, {"train/loss": 3.0}), (20, {"train/loss": 2.0, "val/loss": 2.5}), (40, {"train/loss": 1.5})])
     (run,) = runs(folder)
@@ -57,6 +57,7 @@ def test_a_run_is_kept_whole(tmp_path):
     assert any(metric.glob_name == "*" and metric.step_metric == "step" for metric in run.metrics)
     assert run.summary["train/loss"] == 1.5
     assert run.summary["val/loss"] == 2.5
+    assert run.summary["predicted/perf/step_seconds"] == 0.25  # beside what is measured
     assert run.exit_codes == [0]
 
 

@@ -9,6 +9,7 @@ def saves(retention, scores):
     gone = []
     for step, score in scores:
         retention.add(step, score)
+        retention.confirm(step)
         gone += retention.expired()
     return gone
 
@@ -49,6 +50,20 @@ def test_max_mode_nan_and_unmeasured_are_never_best():
 
 def test_all_stay_without_a_limit():
     assert saves(Retention(keep_last=None, keep_best=0, mode="min"), [(step, None) for step in range(9)]) == []
+
+
+def test_nothing_goes_before_what_takes_its_place_is_there():
+    retention = Retention(keep_last=1, keep_best=1, mode="min")
+    saves(retention, [(1, 0.5)])
+    retention.add(2, 0.1)
+    assert retention.expired() == []
+    assert retention.best() == [1]
+    assert retention.state_dict() == {"scores": [[1, 0.5], [2, 0.1]]}, "one under way is remembered by the next"
+    retention.drop(2)
+    assert retention.expired() == []
+    retention.add(3, 0.2)
+    retention.confirm(3)
+    assert retention.expired() == [1]
 
 
 def test_only_named_folders_are_deleted(tmp_path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from disttrain.record import write_json
+from disttrain.texts import write_json
 from disttrain.train.hooks import Callback
 from tests.launch.processes import sign_in
 

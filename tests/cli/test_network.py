@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from disttrain.cli import main
-from tests.cli.test_sweeps import TINY
+from tests.cli.words import TINY
 from tests.launch.processes import exit_code, fork_owner
 from tests.launch.test_launched import can_make_namespaces, command, outside_loopback
 
@@ -40,9 +40,8 @@ def sockets_of_a_training(cwd: Path) -> list[str]:
 
 
 @pytest.mark.world(2)
-def test_a_training_listens_on_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_listens_on_loopback_only(tmp_path: Path) -> None:
     """Must-show 7."""
-    monkeypatch.chdir(tmp_path)
     assert sockets_of_a_training(tmp_path) == []
 
 

@@ -26,13 +26,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("disttrain.config.world.num_gpus", lambda: 0)
-    return tmp_path
-
-
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list:
     """Jobs as they are handed to the launch, which does nothing."""
@@ -82,6 +75,18 @@ def test_a_failure_in_the_run_is_reported_at_once_and_the_next_job_goes_on(
     assert "3 jobs, 1 failed" in capsys.readouterr().out
 
 
+def test_a_wrong_job_is_told_before_the_first_one_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+
+    def run(job, environment=None) -> Outcome:
+        told.append(capsys.readouterr().err)
+        return Outcome(0)
+
+    monkeypatch.setattr("disttrain.launch.job.run", run)
+    assert main(["-m", *SMALL, "scheduler=cosine,cosinus,wsd"]) == 2
+    assert ["job 1 (scheduler=cosinus) is wrong" in said for said in told] == [True, False]
+
+
 def test_an_interrupt_ends_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
@@ -103,7 +108,7 @@ def test_multirun_under_torchrun_is_refused(jobs: list, monkeypatch: pytest.Monk
     assert main(["-m", "seed=1,2"]) == 2
     assert main(["lr=1"]) == 2
     assert ("torchrun" in shared[0], "optimizer.lr" in shared[1], jobs) == (True, True, [])
-    assert capsys.readouterr().err.count("disttrain: ") == 2
+    assert capsys.readouterr().err == ""  # `share_error` shows it
 
 
 def test_other_ranks_under_torchrun_never_enter_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,15 +177,37 @@ def test_resume_puts_the_stored_overrides_in_front(jobs: list, elsewhere: Path) 
     assert "seed=5" in first.overrides
 
 
-def test_resume_auto_is_the_newest_run_of_that_name(jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_auto_is_the_run_with_the_newest_checkpoint(jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "resume=auto", "run_name=mine"]) == 0
-    assert "so this is its first" in capsys.readouterr().err
-    for age, (name, seed) in enumerate([("mine", 1), ("mine", 2), ("other", 3)]):
+    assert "so this begins anew" in capsys.readouterr().err
+    for age, (name, seed) in enumerate([("mine", 1), ("mine", 2), ("other", 3), ("mine", 4)]):
         run = stored(elsewhere / f"outputs/d/{age}", *SMALL, f"seed={seed}", f"run_name={name}", name=name)
-        os.utime(run / "overrides.yaml", (age, age))
+        manifest = run / "checkpoints/step-2/manifest.json"
+        manifest.touch()
+        os.utime(manifest, (age, age))
+    manifest.unlink()  # the newest run was cut off before its first checkpoint was whole
     assert main([*SMALL, "resume=auto", "run_name=mine"]) == 0
     assert [(job.config.seed, job.resume) for job in jobs] == [(0, None), (2, elsewhere / "outputs/d/1")]
     assert jobs[1].config.resume == str(elsewhere / "outputs/d/1")
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for age, name in enumerate(["d/old", "d/sweep/0", "d/new"]):
+        run = stored(elsewhere / "outputs" / name)
+        os.utime(run / "overrides.yaml", (age, age))
+    for word, newest in (("resume=no/such/run", "d/new"), ("resume=outputs/d/sweep", "d/sweep/0"), ("resume=.", "d/new")):
+        assert main([word]) == 2
+        assert f"try: resume=outputs/{newest}\n" in capsys.readouterr().err
+    assert main(["generate", "no/such/run"]) == 2
+    assert "try: python -m disttrain generate outputs/d/new\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "report"])
+def test_verbs_that_read_runs_say_how_they_are_called(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"python -m disttrain {verb} RUN")
+    assert ("  generate.prompt=" in said) == (verb == "generate")
 
 
 def test_resume_keeps_another_primary_config(jobs: list, elsewhere: Path) -> None:

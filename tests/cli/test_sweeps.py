@@ -15,30 +15,10 @@ from disttrain.cli import main
 from disttrain.launch.outcome import Outcome
 from disttrain.record import RunFolder
 from tests.callbacks.wandb_file import runs
+from tests.cli.words import TINY
 from tests.launch.processes import exit_code, fork_owner, signed_in, still_alive
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-TINY = [
-    "model.num_layers=1", "model.num_heads=2", "model.hidden_size=16", "model.vocab_size=32", "model.max_seq_len=8", "dataset=synthetic",
-    "dataset.kind=tokens", "dataset.context=8", "dataset.vocab_size=32", "dataset.num_samples=64", "dataset.num_validation=8",
-    "train.steps=4", "train.global_batch_size=8", "train.log_every=1", "train.eval_every=2", "launch.device=cpu",
-    "callbacks=[minimal,wandb]", "callbacks.wandb.mode=offline", "callbacks.grad_accumulation.micro_batch_size=2",
-]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("disttrain.config.world.num_gpus", lambda: 0)
-    return tmp_path
-
-
-@pytest.fixture
-def witness(tmp_path: Path) -> Path:
-    folder = tmp_path / "seen"
-    folder.mkdir()
-    return folder
 
 
 def swept(witness: Path, *words: str) -> tuple[int, str, Path]:

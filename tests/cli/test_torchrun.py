@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from disttrain.record import RunFolder, read_json
-from tests.cli.test_sweeps import TINY
+from disttrain.record import RunFolder
+from disttrain.texts import read_json
+from tests.cli.words import TINY
 from tests.quality.source import ROOT
 
 pytestmark = [pytest.mark.service, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

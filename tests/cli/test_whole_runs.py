@@ -15,31 +15,16 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from disttrain import build
-from disttrain.checkpoint.files import latest_good
+from disttrain.checkpoint.load import latest_good
 from disttrain.cli import main
 from disttrain.launch.place import Place
 from disttrain.record import RunFolder
-from tests.cli.test_sweeps import TINY
+from tests.cli.words import BARE
 from tests.launch.processes import exit_code, fork_owner, signed_in, still_alive
 from tests.quality.source import ROOT
-
-BARE = [*TINY[:-3], "callbacks=none", "train.steps=2"]
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("disttrain.config.world.num_gpus", lambda: 0)
-    return tmp_path
-
-
-@pytest.fixture
-def witness(tmp_path: Path) -> Path:
-    folder = tmp_path / "seen"
-    folder.mkdir()
-    return folder
 
 
 def witnessed(into: Path) -> list[str]:
@@ -85,6 +70,25 @@ def test_values_with_commas_colons_and_signs_reach_every_rank_as_typed(witness: 
     """A11."""
     assert main([*BARE, *witnessed(witness), 'tags=["a,b","x: y"]', "run_name='50% [v=1] a=b'"]) == 0
     assert [(one["tags"], one["run_name"]) for one in seen(witness)] == [(["a,b", "x: y"], "50% [v=1] a=b")] * 2
+
+
+@pytest.mark.world(1)
+def test_a_run_that_goes_on_with_other_keys_keeps_its_first_record(capsys: pytest.CaptureFixture[str]) -> None:
+    """A08: four steps, then four more at another rate; the first config and what was typed stay as they were."""
+    words = [*BARE, "strategy=single", "callbacks=[minimal,checkpoint]", "callbacks.checkpoint.keep_last=9", "train.steps=4"]
+    assert main([*words, "callbacks.checkpoint.every=2"]) == 0
+    (folder,) = Path("outputs").glob("*/*")
+    before = {name: (folder / name).read_text(encoding="utf-8") for name in ("config.yaml", "overrides.yaml")}
+    capsys.readouterr()
+    assert main([f"resume={folder}", "train.steps=8", "optimizer.lr=5e-4"]) == 0
+    assert {name: (folder / name).read_text(encoding="utf-8") for name in before} == before
+    shown = capsys.readouterr().err
+    assert "changed since the run began: train.steps was 4, is 8" in shown
+    assert "changed since the run began: optimizer.lr was 0.001, is 0.0005" in shown
+    new = yaml.safe_load((folder / "config.1.yaml").read_text(encoding="utf-8"))
+    assert (new["train"]["steps"], new["optimizer"]["lr"]) == (8, 5e-4)
+    assert "train.steps=8" in yaml.safe_load((folder / "overrides.1.yaml").read_text(encoding="utf-8"))
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-2", "step-4", "step-6", "step-8"]
 
 
 @pytest.mark.world(2)

@@ -24,12 +24,36 @@ Make = Callable[..., Config]
         (["strategy=tensor_parallel", "strategy.tp=4"], 4, 1, 4),
         (["strategy=ddp", "launch.world_size=4"], 4, 4, 1),
         (["strategy=ddp_tensor_parallel", "launch.world_size=8"], 8, 4, 2),
+        (["strategy=fsdp_tensor_parallel", "launch.world_size=8"], 8, 1, 2),
     ],
 )
 def test_world_without_gpus_is_two_an_axis(checked: Make, words: list[str], world: int, dp: int, tp: int) -> None:
     config = checked(*words)
     assert (config.launch.world_size, config.strategy.dp_replicate, config.strategy.tp) == (world, dp, tp)
     assert (config.launch.device, config.launch.backend) == ("cpu", "gloo")
+
+
+@pytest.mark.parametrize(
+    ("words", "replicate", "shard"),
+    [
+        (["strategy=fsdp"], 1, 2),
+        (["strategy=hsdp"], 2, 2),
+        (["strategy=fsdp_tensor_parallel"], 1, 2),
+        (["strategy=fsdp", "launch.world_size=3", "train.global_batch_size=48"], 1, 3),
+        (["strategy=hsdp", "launch.world_size=8"], 2, 4),
+        (["strategy=ddp_tensor_parallel", "strategy.dp_shard=2", "launch.world_size=8"], 2, 2),
+    ],
+)
+def test_shards_fill_the_world(checked: Make, words: list[str], replicate: int, shard: int) -> None:
+    strategy = checked(*words).strategy
+    assert (strategy.dp_replicate, strategy.dp_shard) == (replicate, shard)
+
+
+def test_shards_are_data_ranks(checked: Make) -> None:
+    with pytest.raises(ConfigError, match=r"times 3 data ranks \(strategy.dp_shard\)"):
+        checked("strategy=fsdp", "launch.world_size=3")
+    with pytest.raises(ConfigError, match=r"not divisible by 12 data ranks \(strategy.dp_replicate \* strategy.dp_shard\)"):
+        checked("strategy=hsdp", "launch.world_size=12", "~callbacks.grad_accumulation")
 
 
 @pytest.mark.parametrize(("gpus", "strategy", "world"), [(4, "ddp", 4), (4, "ddp_tensor_parallel", 4), (4, "single", 1), (1, "ddp", 1)])
@@ -77,7 +101,7 @@ def test_a_degree_that_does_not_divide_the_world(checked: Make) -> None:
         checked("strategy=ddp_tensor_parallel", "launch.world_size=3")
 
 
-@pytest.mark.parametrize("name", ["pp", "dp_shard", "cp"])
+@pytest.mark.parametrize("name", ["ep"])
 def test_degrees_of_later_versions_are_refused_by_name(checked: Make, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"strategy\.{name}=2"):
         checked("strategy=single", f"strategy.{name}=2")
@@ -88,7 +112,6 @@ def test_degrees_of_later_versions_are_refused_by_name(checked: Make, name: str)
     [
         (["strategy.tp=3", "model.hidden_size=126", "model.num_heads=6", "model.num_kv_heads=2"], "does not divide model.num_kv_heads=2"),
         (["strategy.tp=3", "model.hidden_size=126", "model.num_heads=6"], "does not divide model.vocab_size=256"),
-        (["model.max_seq_len=127", "strategy.sequence_parallel=true"], "does not divide model.max_seq_len=127"),
     ],
 )
 def test_tp_divides_what_it_cuts(checked: Make, words: list[str], message: str) -> None:
@@ -120,7 +143,7 @@ def test_batches_divide(checked: Make, total: int, micro: int, ranks: int, remed
 
 def test_without_accumulation_the_local_batch_is_whole(checked: Make) -> None:
     checked("callbacks=none", "train.global_batch_size=6")
-    with pytest.raises(ConfigError, match=r"strategy.dp_replicate=2"):
+    with pytest.raises(ConfigError, match=r"2 data ranks \(strategy.dp_replicate\)"):
         checked("callbacks=none", "train.global_batch_size=7")
 
 
@@ -141,6 +164,3 @@ def test_a_sequence_fits_the_model_and_the_ranks(checked: Make) -> None:
     with pytest.raises(ConfigError, match=r"dataset.context=256 is longer than model.max_seq_len=128") as caught:
         checked("dataset.context=256")
     assert caught.value.remedy == "model.max_seq_len=256"
-    with pytest.raises(ConfigError, match=r"dataset.context=15, which is not divisible by strategy.tp=2") as caught:
-        checked("strategy=tensor_parallel", "launch.world_size=2", "strategy.sequence_parallel=true", "dataset.context=15")
-    assert caught.value.remedy == "dataset.context=16"

@@ -15,11 +15,13 @@ from disttrain.config.sources import package_folder
 from disttrain.errors import ConfigError
 
 Make = Callable[..., Config]
-GROUPS = ("strategy", "model", "dataset", "optimizer", "scheduler", "callbacks", "launch", "debug")
+GROUPS = ("strategy", "model", "dataset", "optimizer", "scheduler", "callbacks", "launch", "hardware", "debug")
 CHOICES = [f"{group}={file.stem}" for group in GROUPS for file in sorted((package_folder("conf") / group).glob("*.yaml"))]
 CHOICES += [f"experiment={file.parent.name}" for file in sorted(package_folder("experiments").glob("*/config.yaml"))]
 NEEDS = {
     "model=simple_cnn": ["dataset=digits"],
+    "model=resnet18": ["dataset=digits"],
+    "strategy=expert_parallel": ["model=moe_tiny"],
     "model=transformer_block": ["dataset=synthetic"],
     "model=custom": ["model._target_=torch.nn.Linear", "model.in_features=3", "model.out_features=1", "dataset=synthetic"],
     "dataset=digits": ["model=simple_cnn"],
@@ -46,10 +48,17 @@ def test_every_choice_composes_and_passes_the_check(checked: Make, choice: str) 
         (["callbacks=[default,ema,early_stopping,nan_guard,tensorboard]"], {"wandb", "ema", "early_stopping", "nan_guard", "tensorboard"}),
         (["callbacks=[minimal,profile]"], {"progress", "profile"}),
         (["callbacks.wandb.project=x"], {"wandb"}),
+        (["callbacks=minimal", "debug=sync"], {"progress", "replica_check"}),
+        (["debug=collectives", "callbacks=[default,replica_check]"], {"wandb", "replica_check", "collective_check"}),
     ],
 )
 def test_callbacks_are_a_keyed_mapping(checked: Make, words: list[str], keys: set[str]) -> None:
     assert keys <= checked(*words).callbacks.keys()
+
+
+def test_debug_sync_checks_everything_at_every_step(checked: Make) -> None:
+    found = checked("debug=sync", "callbacks=[default,replica_check]").callbacks["replica_check"]
+    assert (found["every"], found["what"]) == (1, ["batches", "random", "gradients", "weights"])
 
 
 def test_one_callback_can_be_left_out(checked: Make) -> None:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from disttrain.config.schema import Config
-from disttrain.errors import DataError
+from disttrain.errors import DataError, DivergedError
 from disttrain.launch.place import Place
-from disttrain.record import RunFolder, write_json
+from disttrain.record import RunFolder
+from disttrain.texts import write_json
 from tests.launch.processes import sign_in
 
 
@@ -42,6 +43,22 @@ def raises_at_step_3(config: Config, folder: RunFolder | None, place: Place) -> 
         if step == 3 and place.rank == 1:
             raise ValueError("planted at step 3")
         dist.all_reduce(torch.ones(2))
+
+
+def saves_and_diverges(config: Config, folder: RunFolder | None, place: Place) -> None:
+    saves_and_raises(config, folder, place, DivergedError)
+
+
+def saves_and_raises(config: Config, folder: RunFolder | None, place: Place, kind: type[Exception] = ValueError) -> None:
+    assert folder is not None
+    (folder.checkpoints / "step-2").mkdir(parents=True)
+    raise kind("planted behind a checkpoint")
+
+
+def never_comes(config: Config, folder: RunFolder | None, place: Place) -> None:
+    if place.rank == 1:
+        time.sleep(100)
+    dist.all_reduce(torch.ones(2))
 
 
 def users_mistake(config: Config, folder: RunFolder | None, place: Place) -> None:

@@ -19,12 +19,12 @@ def main(entry: str, world_size: int, outputs: str, timeout_seconds: float = 30.
         from disttrain.launch.join import follow
 
         return follow(environment).exit_code
-    config = config_of(world_size, data=f"{outputs}-prepared", timeout_seconds=timeout_seconds)
+    times = {"timeout_seconds": timeout_seconds, "grace_seconds": 5.0}
+    config = config_of(world_size, data=f"{outputs}-prepared", env={"PLANTED": "asked for"}, **times)
     if entry == "wrong":
         from disttrain.launch.join import share_error
 
         share_error(environment, ConfigError("a wrong override"))
-        print("a wrong override", file=sys.stderr)
         return 2
     job = Job(config, f"tests.launch.entries:{entry}", prepare="tests.launch.entries:count_call", outputs=Path(outputs))
     return run(job, environment).exit_code

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from disttrain.cli import ready
 from disttrain.errors import LaunchError
 from disttrain.launch import environment
 from disttrain.launch.environment import (
@@ -17,6 +18,7 @@ from disttrain.launch.environment import (
     rank_environment,
     threads_per_rank,
 )
+from tests import tiny
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -46,12 +48,12 @@ def test_alone() -> None:
 
 def test_torchrun() -> None:
     """M22: the device goes by the local rank."""
-    assert detect(TORCHRUN) == Environment("torchrun", 5, 8, 1, 4, "10.0.0.1", 29401, "none")
+    assert detect(TORCHRUN) == Environment("torchrun", 5, 8, 1, 4, "10.0.0.1", 29401, "none", node=1, num_nodes=2)
 
 
 def test_variables_set_by_hand_or_by_kubernetes_count_like_torchruns() -> None:
     env = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    assert detect(env) == Environment("torchrun", 5, 8, 0, 1, "10.0.0.1", 29401, "")
+    assert detect(env) == Environment("torchrun", 5, 8, 0, 1, "10.0.0.1", 29401, "", node=5, num_nodes=8)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_a_slurm_step() -> None:
     """B08."""
     found = detect(STEP)
     assert (found.launcher, found.rank, found.world_size, found.local_rank, found.local_world_size) == ("slurm", 5, 6, 1, 2)
-    assert (found.address, found.run_id) == ("n1", "17.0")
+    assert (found.address, found.run_id, found.node, found.num_nodes) == ("n1", "17.0", 1, 2)
     assert found.port == detect(STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).port
     assert 1024 < found.port < 32768
 
@@ -120,6 +122,14 @@ def test_a_world_of_another_size_than_asked_is_named() -> None:
     detect({}).check_world(4)
 
 
+def test_machines_are_those_that_are_found() -> None:
+    assert [detect(STEP).check_nodes(asked) for asked in (1, 2)] == [2, 2]
+    assert detect({}).check_nodes(1) == 1
+    with pytest.raises(LaunchError, match=r"asks for 3 machines \(launch.nodes\), but slurm launched on 2"):
+        detect(STEP).check_nodes(3)
+    assert ready(tiny.config(dp=8), detect(TORCHRUN), "/").launch.nodes == 2
+
+
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """J05, M29."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -139,6 +149,7 @@ def test_the_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(os.environ) == before
 
 
-def test_an_interface_that_was_asked_for_is_taken() -> None:
+def test_an_interface_that_was_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     values = rank_environment({"A": "1"}, 2, "eth0")
     assert values == {"OMP_NUM_THREADS": "2", "A": "1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}

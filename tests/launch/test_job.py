@@ -48,6 +48,7 @@ def test_one_folder_that_holds_the_whole_record(tmp_path: Path) -> None:
         assert seen["environment"]["PLANTED"] == "yes"
         assert folder.log_file(rank).exists()
     environment = of_file(folder.path / "environment.json")
+    assert (environment["env"], environment["interface"]) == ({"PLANTED": "yes"}, "auto")
     assert (environment["start_method"], environment["threads"], environment["backend"]) == ("fork", 2, "gloo")
     result = folder.result()
     assert (result["status"], result["exit_code"], result["metrics"]) == ("done", 0, {"total": 1.0})
@@ -71,18 +72,49 @@ def test_a_failure_is_shown_once_and_recorded(tmp_path: Path, capfd: pytest.Capt
     assert (result["status"], result["reason"], result["exit_code"]) == ("failed", "rank 1: ValueError: planted at step 3", 1)
 
 
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
+    ("entry", "outputs", "moved", "hint"),
+    [
+        ("saves_and_raises", "outputs", False, "resume=outputs/{name}\n"),
+        ("saves_and_raises", "a b", False, "\"resume='a b/{name}'\"\n"),
+        ("saves_and_raises", "outputs", True, "resume={here}/outputs/{name}\n"),
+        ("saves_and_diverges", "outputs", False, None),
+    ],
+    ids=["failed", "space", "chdir", "diverged"],
+)
+def test_how_a_run_goes_on_is_told_if_it_can(
+    entry: str,
+    outputs: str,
+    moved: bool,
+    hint: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Relative to where one is, unless the process works elsewhere; not for an end that a resume would come to again."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    if moved:
+        monkeypatch.chdir("elsewhere")
+    folder = run(Job(config_of(1), f"{ENTRIES}:{entry}", outputs=tmp_path / outputs)).folder
+    assert folder is not None
+    told = capfd.readouterr().err.partition("it goes on with: python -m disttrain ")[2]
+    assert told == ("" if hint is None else hint.format(name=f"{folder.parent.name}/{folder.name}", here=tmp_path))
+
+
 @pytest.mark.world(2)
 def test_a_users_mistake_in_a_rank_is_one_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     outcome = run(Job(config_of(2), f"{ENTRIES}:users_mistake", outputs=tmp_path))
     assert outcome.exit_code == 2
-    assert capfd.readouterr().err == "found three samples\n  try: dataset.size=4\n"
+    assert capfd.readouterr().err == "disttrain: found three samples\n  try: dataset.size=4\n"
 
 
 def test_a_mistake_before_the_ranks_is_in_the_jobs_own_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A07."""
     outcome = run(Job(config_of(2), f"{ENTRIES}:where", prepare=f"{ENTRIES}:refuse", outputs=tmp_path))
     assert outcome.exit_code == 2
-    assert capfd.readouterr().err == "no network\n  try: put files into paths.data\n"
+    assert capfd.readouterr().err == "disttrain: no network\n  try: put files into paths.data\n"
     assert outcome.folder is not None
     assert "no network" in RunFolder(outcome.folder).log_file(0).read_text()
     assert RunFolder(outcome.folder).result()["status"] == "user_error"
@@ -107,7 +139,11 @@ def test_going_on_in_a_folder_says_what_changed(tmp_path: Path, capfd: pytest.Ca
     second = config_of(2)
     second.train.steps, second.resume = 800, str(path)
     assert run(Job(second, f"{ENTRIES}:where", resume=path)).exit_code == 0
-    assert capfd.readouterr().err == "changed since the run began: train.steps was 400, is 800\n"
+    assert capfd.readouterr().err == "disttrain: changed since the run began: train.steps was 400, is 800\n"
+    second.seed = 1
+    assert run(Job(second, f"{ENTRIES}:where", resume=path)).exit_code == 0
+    again = capfd.readouterr().err.splitlines()  # against the beginning, not against the start before this one
+    assert [line.partition("began: ")[2] for line in again] == ["seed was 0, is 1", "train.steps was 400, is 800"]
     assert (path / "config.yaml").read_text() == freeze(first)
     assert str(path) not in (path / "config.1.yaml").read_text()
 

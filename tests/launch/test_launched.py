@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from disttrain.launch.environment import host_name
 from disttrain.launch.job import Job, run
 from disttrain.record import RunFolder
 from tests.launch.processes import exit_code, fork_owner, signed_in
@@ -30,9 +31,9 @@ def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=100, check=False)
 
 
-def torchrun(entry: str, outputs: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(entry: str, outputs: Path, timeout_seconds: float = 30.0) -> subprocess.CompletedProcess[str]:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return command(*launcher, "-m", PROGRAM, entry, "2", str(outputs))
+    return command(*launcher, "-m", PROGRAM, entry, "2", str(outputs), str(timeout_seconds))
 
 
 @pytest.mark.world(2)
@@ -48,6 +49,8 @@ def test_ranks_of_torchrun_join_one_run(tmp_path: Path) -> None:
     assert {one["folder"] for one in seen} == {str(folder)}
     assert [one["environment"]["RANK"] for one in seen] == ["0", "1"]
     assert len({one["environment"]["MASTER_PORT"] for one in seen}) == 1
+    assert [one["environment"]["PLANTED"] for one in seen] == ["asked for"] * 2
+    assert json.loads((folder / "environment.json").read_text())["env"] == {"PLANTED": "asked for"}
     assert RunFolder(folder).result()["status"] == "done"
     assert RunFolder(folder).log_file(1).exists()
     assert len(Path(f"{outputs}-prepared").read_text().split()) == 1
@@ -83,8 +86,18 @@ def test_a_missing_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
     done = command(sys.executable, "-m", PROGRAM, "where", "2", str(tmp_path), "3", **world)
     assert 3 < time.monotonic() - start < 20
     assert done.returncode == 2
-    assert f"1 of 2 ranks came to 127.0.0.1:{port} within 3 s" in done.stderr
+    assert f"1 of 2 ranks came to 127.0.0.1:{port} within 3 s; missing: 1" in done.stderr
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.world(2)
+def test_a_wait_in_vain_under_torchrun_names_the_rank_that_did_not_come(tmp_path: Path) -> None:
+    """It takes as long as the wait, and then the grace time of the rank that torchrun's SIGTERM finds busy."""
+    start = time.monotonic()
+    done = torchrun("never_comes", tmp_path, timeout_seconds=8.0)
+    assert time.monotonic() - start < 40
+    assert done.returncode == 1
+    assert done.stderr.count(f"waited in vain for rank 1 on {host_name()}, still busy elsewhere, gone or cut off: ") == 1
 
 
 def outside_loopback(pids: list[int]) -> list[str]:

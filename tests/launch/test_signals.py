@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from disttrain.launch.place import Place
+from disttrain.launch.signals import ONE_PRESS_SECONDS
 from disttrain.launch.world import supervise
 from tests.launch.processes import exit_code, fork_owner, sign_in, signed_in, still_alive
 
@@ -95,11 +96,24 @@ def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
     ranks = signed_in(tmp_path, 2)
     start = time.monotonic()
     os.kill(parent, signal.SIGINT)
-    time.sleep(0.1)
+    time.sleep(ONE_PRESS_SECONDS + 0.1)
     os.kill(parent, signal.SIGINT)
     assert exit_code(parent) == 130
     assert time.monotonic() - start < 5
     assert not still_alive(ranks, seconds=0)
+
+
+@pytest.mark.world(2)
+def test_one_press_that_comes_twice_is_one(tmp_path: Path) -> None:
+    """A terminal, or `timeout`, may signal the process and then its group."""
+    parent = fork_owner(lambda: supervise(stubborn, 2, (tmp_path,), grace_seconds=1.5).exit_code)
+    signed_in(tmp_path, 2)
+    start = time.monotonic()
+    os.kill(parent, signal.SIGINT)
+    time.sleep(0.05)
+    os.kill(parent, signal.SIGINT)
+    assert exit_code(parent) == 130
+    assert time.monotonic() - start > 1.4
 
 
 @pytest.mark.world(2)

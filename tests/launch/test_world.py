@@ -117,6 +117,21 @@ def test_a_rank_that_raises_in_backward_while_the_other_waits(tmp_path: Path) ->
 
 
 @pytest.mark.world(2)
+@pytest.mark.parametrize("prints", [False, True])
+def test_a_killed_rank_is_said_to_be_once_with_its_log_if_it_wrote_one(tmp_path: Path, prints: bool) -> None:
+    def entry(place: Place) -> None:
+        if place.rank == 1:
+            if prints:
+                print("a word", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(2))
+
+    outcome = supervise(entry, 2, log_file=lambda rank: tmp_path / f"rank-{rank}.log")
+    log = f"\nits log: {tmp_path / 'rank-1.log'}" if prints else ""
+    assert str(outcome.failure) == f"rank 1 failed: SIGKILL: the process was killed; the kernel does this when memory runs out{log}"
+
+
+@pytest.mark.world(2)
 def test_a_rank_that_never_hears_of_the_failure_is_ended_and_says_where_it_stood(tmp_path: Path) -> None:
     def entry(place: Place) -> None:
         if place.rank == 0:
@@ -127,6 +142,18 @@ def test_a_rank_that_never_hears_of_the_failure_is_ended_and_says_where_it_stood
     assert supervise(entry, 2, log_file=lambda rank: tmp_path / f"{rank}.log").exit_code == 1
     assert time.monotonic() - start < 5
     assert "in entry" in (tmp_path / "1.log").read_text()
+
+
+@pytest.mark.world(3)
+def test_a_wait_in_vain_names_the_rank_that_did_not_come() -> None:
+    def entry(place: Place) -> None:
+        if place.rank == 1:
+            time.sleep(100)
+        dist.all_reduce(torch.ones(2))
+
+    outcome = supervise(entry, 3, timeout_seconds=1.0)
+    assert outcome.exit_code == 1
+    assert "waited in vain for rank 1, still busy elsewhere or gone: " in outcome.reason
 
 
 @pytest.mark.world(2)

@@ -136,7 +136,7 @@ def test_the_future_is_not_seen(fields):
 
 def test_rotation_keeps_lengths_and_sees_distances_only():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind()
-    cos, sin = rotary(12, 8, 10_000.0, q.device, torch.float64)
+    cos, sin = rotary(torch.arange(12), 8, 10_000.0, torch.float64)
     q, k = rotate(q.expand(1, 1, 12, 8), cos, sin), rotate(k.expand(1, 1, 12, 8), cos, sin)
     products = (q @ k.transpose(-1, -2))[0, 0]
     torch.testing.assert_close(products[3, 1], products[11, 9], rtol=0, atol=1e-12)

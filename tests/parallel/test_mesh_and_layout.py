@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from disttrain.launch.place import Place
-from disttrain.parallel.layout import Copy, Cut, Layout, Sum
+from disttrain.parallel.layout import Copy, Cut, Held, Layout, Sum
 from disttrain.parallel.mesh import AXES, Mesh
 
 
@@ -52,6 +52,11 @@ LAYOUTS = {
     "cut and copies": Layout((8, 2), {"tp": Cut(0), "data": Sum(done=True)}, {"tp": 2, "data": 3}),
     "copies": Layout((5,), {"tp": Copy(), "data": Sum(done=True)}, {"tp": 2, "data": 2}),
     "one device": Layout((5, 2)),
+    "ragged rows, then none": Layout((5, 3), {"dp_shard": Cut(0, ragged=True)}, {"dp_shard": 4}),
+    "rows of a shard of heads": Layout(
+        (16, 2), {"tp": Cut(0, (8, 4, 4)), "dp_shard": Cut(0, ragged=True), "cp": Sum(done=True)}, {"tp": 2, "dp_shard": 3, "cp": 2}
+    ),
+    "on two of three stages": Layout((4,), {"pp": Held((0, 2)), "tp": Cut(0)}, {"pp": 3, "tp": 2}),
     "scalar": Layout((), {"data": Sum(done=True)}, {"data": 2}),
 }
 
@@ -62,7 +67,10 @@ def test_pieces_of_all_coordinates_tile_the_tensor_exactly(name: str) -> None:
     held = torch.zeros(layout.shape)
     whole = torch.arange(held.numel(), dtype=torch.float64).view(layout.shape)
     for at in everywhere(layout):
-        local = torch.full(layout.local_shape(), -1.0, dtype=torch.float64)
+        if not layout.is_held(at):
+            assert layout.pieces(at) == []
+            continue
+        local = torch.full(layout.local_shape(at), -1.0, dtype=torch.float64)
         for source, target in layout.pieces(at):
             assert (local[target] == -1.0).all(), "two pieces lie on each other"
             local[target] = whole[source]
@@ -70,7 +78,8 @@ def test_pieces_of_all_coordinates_tile_the_tensor_exactly(name: str) -> None:
         assert (local >= 0).all(), "a part of the local tensor is no piece"
     assert (held == layout.replicas()).all()
     assert layout.weight() * layout.replicas() == 1.0
-    assert sum(layout.is_first_replica(at) for at in everywhere(layout)) * layout.replicas() == len(everywhere(layout))
+    holders = [at for at in everywhere(layout) if layout.is_held(at)]
+    assert sum(layout.is_first_replica(at) for at in holders) * layout.replicas() == len(holders)
 
 
 def test_random_layouts_tile_too() -> None:
@@ -85,7 +94,7 @@ def test_random_layouts_tile_too() -> None:
         layout = Layout((sum(segments), shard * 2), {"tp": Cut(0, segments), "dp_shard": Cut(draw(0, 1))}, {"tp": tp, "dp_shard": shard})
         held = torch.zeros(layout.shape)
         for at in everywhere(layout):
-            local = torch.zeros(layout.local_shape())
+            local = torch.zeros(layout.local_shape(at))
             for source, target in layout.pieces(at):
                 held[source] += 1
                 local[target] += 1

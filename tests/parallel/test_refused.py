@@ -14,7 +14,7 @@ from disttrain.launch.place import Place
 from disttrain.models.gpt import GPT
 from disttrain.models.task import Classification
 from disttrain.parallel.mesh import Mesh
-from disttrain.parallel.strategy import Options
+from disttrain.parallel.options import Options
 from disttrain.train.trainer import Trainer
 
 CUT = Options(plan={"up": "column", "down": "row"})
@@ -92,6 +92,74 @@ def test_a_plan_that_would_lose_something_is_refused(run_world: Any, kind: type[
         return str(caught.value)
 
     assert len(set(run_world(entry))) == 1
+
+
+class Sloped(Net):
+    """A learned slope, one number, between a layer that is cut and the one that sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.PReLU(dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.slope(self.up(x)))
+        return y
+
+
+@pytest.mark.world(2)
+def test_a_parameter_between_cut_layers_is_refused_unless_its_gradient_is_summed(run_world: Any) -> None:
+    def entry(place: Place) -> list[float]:
+        losses = []
+        for degree, options in ((1, Options()), (2, Options(plan={**CUT.plan, "slope": "summed"}))):
+            torch.manual_seed(0)
+            losses.append(fit(Sloped(), Mesh({"tp": degree}, place.rank % degree), options=options).metrics["train/loss"])
+        with pytest.raises(ConfigError, match=r"different gradients for 'slope.weight'") as caught:
+            fit(Sloped(), Mesh({"tp": 2}, place.rank), options=CUT)
+        assert caught.value.remedy == "'strategy.plan={slope: summed}'"
+        return losses
+
+    for one, two in run_world(entry):
+        assert two == pytest.approx(one, rel=1e-12)
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16, dtype=torch.float64), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.norm(self.up(x)).relu())
+        return y
+
+
+class Heads(Net):
+    num_heads = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 2)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(Normed, "'norm', a BatchNorm1d of 16, was fed 8: it follows 'up'"), (Heads, "3 heads .* are not divisible")],
+)
+def test_what_a_cut_would_tear_apart_is_refused(run_world: Any, kind: type[Net], what: str) -> None:
+    def entry(place: Place) -> None:
+        with pytest.raises(ConfigError, match=what):
+            fit(kind(), Mesh({"tp": 2}, place.rank), options=CUT)
+
+    run_world(entry)
+
+
+@pytest.mark.world(2)
+def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_cut(run_world: Any) -> None:
+    def entry(place: Place) -> None:
+        with pytest.raises(ConfigError, match=r"Adafactor takes means over whole rows and columns, and ranks hold parts of 'up\.weight'"):
+            fit(Net(), Mesh({"tp": 2}, place.rank), options=CUT, optimizer=torch.optim.Adafactor)
+
+    run_world(entry)
 
 
 class Smooth(Classification):

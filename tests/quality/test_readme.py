@@ -26,8 +26,11 @@ COMMANDS = [part for block in blocks("bash") for line in block.splitlines() for 
 OURS = [command for command in COMMANDS if command.startswith("python -m disttrain")]
 SLOW = {
     "torchrun --standalone --nproc-per-node 2 -m disttrain": ["train.steps=2"],
-    "python experiments/start_cost/measure.py": ["--repeats", "1", "--json", "/dev/null"],
-    "python experiments/loop_cost/measure.py": ["--repeats", "1", "--steps", "20", "--warmup", "20", "--json", "/dev/null"],
+    "python experiments/start_cost/measure.py": ["--repeats", "1", "--warm", "0", "--json", "/dev/null"],
+    "python experiments/loop_cost/measure.py": [
+        *("--case", "one process", "tensor parallel", "--repeats", "1", "--steps", "20", "--warmup", "20", "--json", "/dev/null"),
+    ],
+    "python experiments/async_save/measure.py": ["--saves", "2", "--every", "40", "--width", "64", "--json", "/dev/null"],
 }
 """Command -> what makes it cheap. They start processes of their own."""
 
@@ -37,13 +40,14 @@ RUN_ELSEWHERE = {
     "pip install -e '.[test,dev]'": ".ci/run",
     "pre-commit install": "changes the clone; its hooks are steps of .ci/run",
     "bash .ci/run": "runs this test",
+    "python experiments/planner/judge.py": "tests/plan/test_published.py compares its numbers",
     "python -m pytest": "runs this test",
-    "RUN=$(ls -td outputs/*/* | head -1)": "the fixture `run`",
+    "RUN=$(dirname $(ls -t outputs/*/*/config.yaml | head -1))": "test_the_newest_run_is_found_beside_a_sweep",
     "python experiments/reference_loop/train.py $RUN": "test_reference_loop below",
 }
 
 TINY_TEXT = ["dataset=text", "dataset.paths=[corpus.txt]"]
-FEW = ["train.steps=2", "train.global_batch_size=8", "callbacks.grad_accumulation.micro_batch_size=4", "~callbacks.wandb"]
+FEW = ["train.steps=2", "train.global_batch_size=8", "callbacks.grad_accumulation.micro_batch_size=2", "~callbacks.wandb"]
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +74,20 @@ def run(project: Path) -> str:
 
 def cheap(words: list[str]) -> list[str]:
     """The same command, with fewer steps and less data."""
-    verb = words[0] if words and words[0] in ("verify", "generate", "evaluate") else "train"
-    if verb in ("generate", "evaluate") or "--help" in words:
+    verb = words[0] if words and words[0] in ("verify", "generate", "evaluate", "doctor") else "train"
+    if words[:1] in (["plan"], ["report"]) or words == ["doctor"] or verb in ("generate", "evaluate") or "--help" in words:
         return words
     resumes = any(word.startswith("resume=") for word in words)
     own_data = resumes or any(word.startswith("dataset=") for word in words)
     few = ["train.steps=3"] if resumes else FEW
-    return [*words, *([] if own_data else TINY_TEXT), *few, *(["verify.steps=1"] if verb == "verify" else [])]
+    return [*words, *([] if own_data else TINY_TEXT), *few, *{"verify": ["verify.steps=1"], "doctor": ["doctor.steps=2"]}.get(verb, [])]
 
 
 @pytest.mark.parametrize("command", OURS)
 def test_command(command: str, project: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # whoever runs this may be logged in
     words = shlex.split(command.replace("$RUN", run))[3:]
     assert cli.main(cheap(words)) == 0
 
@@ -112,6 +117,16 @@ def test_reference_loop(project: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(script), run], cwd=project, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_newest_run_is_found_beside_a_sweep(tmp_path: Path) -> None:
+    """The sweep's folder is newer, and is no run."""
+    for age, name in enumerate(["d/old", "d/new", "d/sweep/0"]):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (file := tmp_path / "outputs" / name / "config.yaml").touch()
+        os.utime(file, (age, age))
+    (line,) = [command for command in COMMANDS if command.startswith("RUN=")]
+    assert subprocess.run(["bash", "-c", f"{line}; echo $RUN"], cwd=tmp_path, capture_output=True, text=True).stdout == "outputs/d/new\n"
 
 
 def test_no_command_is_left_out() -> None:

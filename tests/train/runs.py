@@ -18,6 +18,9 @@ from disttrain.train.hooks import Callback
 from disttrain.train.trainer import Trainer
 from tests import tiny
 
+WARM = ("torch.distributed.fsdp", "torch._dynamo")
+"""What ranks of a sharded layout import: seconds, once in their parent."""
+
 EVERY_STEP = {"log_every": 1}
 
 
@@ -68,7 +71,12 @@ def rows(**config: Any) -> list[list[dict[str, float]]]:
         trainer.fit()
         return notes_of(trainer).rows
 
-    return run_world(entry, config.get("dp", 1) * config.get("tp", 1))
+    return run_world(entry, world_size(config), warm=WARM if config.get("shard", 1) > 1 else ())
+
+
+def world_size(config: Mapping[str, Any]) -> int:
+    """Ranks of a tiny config."""
+    return int(tiny.config(**config).launch.world_size)
 
 
 def curve(**config: Any) -> list[float]:

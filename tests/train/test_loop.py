@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from disttrain.checkpoint.state import State
 from disttrain.data.dataset import Position
+from disttrain.errors import ConfigError
 from disttrain.launch.outcome import WorldError
 from disttrain.launch.place import Place
 from disttrain.launch.world import run_world as run_ranks
 from disttrain.parallel.step import Report, Verdict
+from disttrain.train.assembly import check
 from disttrain.train.batch import train_positions
 from disttrain.train.hooks import Callback, StepPolicy
 from disttrain.train.trainer import Trainer
@@ -136,6 +140,25 @@ def test_a_stop_is_settled_before_a_save_that_is_due_at_the_same_step() -> None:
 def test_a_stop_in_the_last_step_is_a_finished_run() -> None:
     (found,) = run_ranks(lambda place: followed(place, asks(verdict="STOP", step=7)), 1)
     assert found == ("done", "", 8, [8], [8])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": "a"}, "train.steps=a is not allowed: it takes a whole number or null"),
+        ({"steps": 2.5}, "train.steps=2.5 is not allowed"),
+        ({"steps": 2, "global_batch_size": 0}, "train.global_batch_size=0 must be more than zero"),
+        ({"steps": 2, "log_every": None}, "train.log_every=null is not allowed: it takes a whole number"),
+        ({"steps": 2, "clip_norm": -1.0}, "train.clip_norm=-1.0 must be more than zero"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_answered_as_in_a_config(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Trainer(torch.nn.Linear(2, 2), [], **settings)
+
+
+def test_numbers_of_numpy_are_settings() -> None:
+    check(np.int64(5), None, np.int32(8), np.float32(1.0), 1, None)
 
 
 @pytest.mark.world(2)

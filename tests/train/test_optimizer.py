@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from disttrain.errors import ConfigError
 from disttrain.launch.place import Place
@@ -16,7 +17,7 @@ from disttrain.launch.world import run_world
 from disttrain.models.block import TransformerBlock
 from disttrain.models.cnn import SimpleCNN
 from disttrain.models.gpt import GPT
-from disttrain.train.optimizer import Constant, Cosine, Schedule, WarmupStableDecay, build_optimizer, parameter_groups, tabulate
+from disttrain.train.optimizer import Constant, Cosine, Schedule, WarmupStableDecay, build_optimizer, from_torch, parameter_groups, tabulate
 from tests import tiny
 from tests.train.runs import EVERY_STEP, trainer_of
 
@@ -47,6 +48,31 @@ def test_schedules_that_do_not_fit_into_a_run_are_refused() -> None:
     with pytest.raises(ConfigError, match="decay_steps=6 exceed") as caught:
         WarmupStableDecay(10, 5, 6)
     assert caught.value.remedy == "scheduler.decay_steps=5"
+
+
+@pytest.mark.parametrize(
+    ("make", "by_hand"),
+    [
+        (partial(lr_scheduler.StepLR, step_size=2, gamma=0.5), [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]),
+        (partial(lr_scheduler.CosineAnnealingLR, T_max=4), [0.5 * (1 + math.cos(math.pi * n / 4)) for n in range(5)]),
+        (partial(lr_scheduler.LinearLR, start_factor=0.5, total_iters=4), [0.5, 0.625, 0.75, 0.875, 1.0, 1.0]),
+    ],
+)
+def test_torchs_schedulers_follow_their_formulas(make: Any, by_hand: list[float]) -> None:
+    num_steps = len(by_hand) - 1
+    assert tabulate(from_torch(make, 0.1)(num_steps), num_steps, CPU).tolist() == pytest.approx(by_hand, abs=1e-12)
+
+
+def test_what_a_table_of_rates_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="follows a metric"):
+        from_torch(lr_scheduler.ReduceLROnPlateau, 0.1)(4)
+    one_cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=4)
+    with pytest.raises(ConfigError, match="moves momentum too"):
+        tabulate(from_torch(one_cycle, 0.1)(3), 3, CPU)
+    with pytest.raises(ConfigError, match="ends before the run's 9 steps"):
+        tabulate(from_torch(partial(one_cycle, cycle_momentum=False), 0.1)(9), 9, CPU)
+    with pytest.raises(ConfigError, match="after 2 updates is nan"):
+        tabulate(lambda update: math.nan if update == 2 else 1.0, 4, CPU)
 
 
 def decayed(model: nn.Module) -> set[str]:

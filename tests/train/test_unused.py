@@ -39,9 +39,9 @@ def three_steps(place: Place, find: bool | None) -> tuple[bool, bool, list[bool]
     told: list[bool] = []
     original = Reducer.__init__
 
-    def noting(self: Reducer, parameters: Any, axis: Any, bucket_size: float, find_unused: bool) -> None:
+    def noting(self: Reducer, parameters: Any, axis: Any, bucket_size: float, find_unused: bool, *more: Any) -> None:
         told.append(find_unused)
-        original(self, parameters, axis, bucket_size, find_unused)
+        original(self, parameters, axis, bucket_size, find_unused, *more)
 
     Reducer.__init__ = noting  # type: ignore[method-assign]
     config = tiny.config(dp=2, model={"_target_": "tests.train.test_unused.TwoHeads"}, dataset=tiny.VECTORS, steps=3)

@@ -17,17 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from disttrain.parallel import collectives, materialise, pairs, plan, strategy, tensor, vocabulary
+from disttrain.models.experts import MixtureOfExperts
+from disttrain.parallel import batch_norm, collectives, cut, experts, materialise, pairs, plan, shard, strategy, tensor, unit, vocabulary
 from disttrain.parallel.data import Reducer
 from disttrain.parallel.layout import Cut, Layout
 from disttrain.parallel.random import Streams, mix
 from disttrain.parallel.step import Report
 from disttrain.parallel.strategy import Strategy
+from disttrain.parallel.unit import Unit
 from disttrain.parallel.update import Update
 from disttrain.train import assembly
 from disttrain.train.batch import Feed, Slice
 from disttrain.train.optimizer import parameter_groups
-from tests import tiny
+from tests import nets, tiny
 
 LAYOUTS = {
     "ddp": tiny.config(dp=2, micro_batch_size=2, verify={"steps": 2}),
@@ -35,6 +37,12 @@ LAYOUTS = {
     "sp": tiny.config(tp=2, sequence_parallel=True, micro_batch_size=4, verify={"steps": 2}),
     "ddp_tp": tiny.config(dp=2, tp=2, micro_batch_size=2, verify={"steps": 2}),
     "dropout": tiny.config(tp=2, micro_batch_size=4, model=tiny.GPT | {"dropout": 0.1}, verify={"steps": 1}),
+    "fsdp": tiny.config(shard=2, micro_batch_size=2, verify={"steps": 2}),
+    "fsdp_zero2": tiny.config(shard=2, micro_batch_size=2, strategy={"zero": 2}, verify={"steps": 2}),
+    "hsdp": tiny.config(dp=2, shard=2, micro_batch_size=1, verify={"steps": 1}),
+    "fsdp_sp": tiny.config(shard=2, tp=2, sequence_parallel=True, micro_batch_size=2, verify={"steps": 1}),
+    "experts": tiny.config(shard=2, ep=2, strategy={"zero": 0}, micro_batch_size=2, model=tiny.MOE, verify={"steps": 2}),
+    "batch_norm": tiny.config(dp=2, micro_batch_size=2, **nets.BATCH_NORM),
 }
 
 
@@ -52,6 +60,8 @@ class Fault:
     """Gradients that must not be called off."""
     cause: str
     """Part of the likely cause."""
+    step: int
+    """The first at which it shows."""
 
 
 FAULTS: dict[str, Fault] = {}
@@ -62,14 +72,17 @@ START = "weights start different"
 SAMPLES = "ranks do not see the samples"
 NORM = "gradients are right but their norm is not"
 UPDATE = "same gradients, different update"
+STATISTICS = "the running statistics of"
 MASKS = "dropout masks are shared where they must differ"
 
 
-def fault(layout: str, first: str, cause: str, named: tuple[str, ...] = (), spared: tuple[str, ...] = ()) -> Callable[..., Any]:
+def fault(
+    layout: str, first: str, cause: str, named: tuple[str, ...] = (), spared: tuple[str, ...] = (), step: int = 0
+) -> Callable[..., Any]:
     """Enter a context manager that plants a fault into `FAULTS`, under its name."""
 
     def enter(plant: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
-        FAULTS[plant.__name__] = Fault(plant, layout, first, named, spared, cause)
+        FAULTS[plant.__name__] = Fault(plant, layout, first, named, spared, cause, step)
         return plant
 
     return enter
@@ -126,7 +139,7 @@ def reduced_in_place_under_autograd() -> AbstractContextManager[Any]:
 
         return row_loss
 
-    return patch.object(strategy, "vocab_cross_entropy", cross_entropy)
+    return patch.object(cut, "vocab_cross_entropy", cross_entropy)
 
 
 def own_target(logits_nv: Tensor, targets_n: Tensor, axis: Any) -> Tensor:
@@ -178,7 +191,7 @@ def vocabulary_loss_sums_its_own_part_only() -> AbstractContextManager[Any]:
 
         return row_loss
 
-    return patch.object(strategy, "vocab_cross_entropy", cross_entropy)
+    return patch.object(cut, "vocab_cross_entropy", cross_entropy)
 
 
 @fault("tp", "gradient", WRONG_FORWARD, named=("tokens.weight", "loss"))
@@ -210,8 +223,8 @@ def norm_gradients_are_not_summed() -> AbstractContextManager[Any]:
 
 @fault("ddp_tp", "gradient", WRONG_FORWARD, named=("loss", "tokens.weight"))
 def collectives_run_on_the_whole_world() -> AbstractContextManager[Any]:
-    def everywhere(original: Any, x: Tensor, axis: Any, op: str = "sum") -> Tensor:
-        return original(x, replace(axis, group=dist.group.WORLD) if axis.name == "tp" else axis, op)
+    def everywhere(original: Any, x: Tensor, axis: Any, op: str = "sum", **more: Any) -> Tensor:
+        return original(x, replace(axis, group=dist.group.WORLD) if axis.name == "tp" else axis, op, **more)
 
     return wrapped(collectives, "all_reduce_", everywhere)
 
@@ -269,7 +282,7 @@ def mean_of_the_ranks_means() -> AbstractContextManager[Any]:
     return patch.object(Strategy, "count", own_count)
 
 
-@fault("ddp", "gradient", "off by one factor", named=("loss", "tokens.weight"))
+@fault("ddp", "gradient", "off by one factor", named=("loss", "tokens.weight"), step=1)
 def short_window_is_divided_by_the_full_count() -> AbstractContextManager[Any]:
     """Void samples count as if they were samples."""
 
@@ -292,7 +305,7 @@ def gradients_times_the_number_of_micro_batches() -> AbstractContextManager[Any]
     return wrapped(Strategy, "forward_backward", too_often)
 
 
-@fault("ddp_tp", "gradient", "the ranks of axis data", named=("tokens.weight", "norm.weight"))
+@fault("ddp_tp", "gradient", "the ranks of axis dp_replicate", named=("tokens.weight", "norm.weight"))
 def gradients_are_averaged_over_data_ranks() -> AbstractContextManager[Any]:
     def unweighted(original: Any, self: Strategy, step: Any) -> list[Tensor]:
         return [weight / self._data.size for weight in original(self, step)]
@@ -338,6 +351,179 @@ def gradients_are_summed_over_the_whole_world() -> AbstractContextManager[Any]:
         original(self, parameters, replace(axis, group=dist.group.WORLD), *rest)
 
     return wrapped(Reducer, "__init__", on_world)
+
+
+# --- experts --------------------------------------------------------------------------------------------------------
+
+
+@fault("experts", "gradient", LOST_BACKWARD, named=("blocks.1.mlp.router.weight",), spared=("norm.weight",))
+def router_gradient_is_lost() -> AbstractContextManager[Any]:
+    def route(original: Any, self: Any, x: Tensor) -> Any:
+        weights, chosen, balance = original(self, x)
+        return weights.detach() + 0.0 * weights, chosen, balance.detach() + 0.0 * balance
+
+    return wrapped(MixtureOfExperts, "route", route)
+
+
+@fault("experts", "gradient", LOST_BACKWARD, named=("blocks.1.mlp.experts.up", "blocks.1.mlp.experts.down"), spared=("tokens.weight",))
+def gradients_of_experts_are_summed_over_ep() -> AbstractContextManager[Any]:
+    """As if each rank held the same experts."""
+
+    def everywhere(original: Any, self: Strategy, roots: Any) -> Any:
+        def add(parameter: Any) -> None:
+            collectives.all_reduce_(parameter.grad, self.mesh.axis("ep"))
+
+        for name in self._experts:
+            self.parameters[name].register_post_accumulate_grad_hook(add)
+        return original(self, roots)
+
+    return wrapped(Strategy, "_gradient_syncs", everywhere)
+
+
+@fault("experts", "gradient", LOST_BACKWARD, named=("blocks.1.mlp.router.weight",), spared=("blocks.1.mlp.experts.down",))
+def balance_loss_is_a_mean_of_means() -> AbstractContextManager[Any]:
+    """One number a micro-batch, of all its sequences together, void ones among them."""
+
+    def together(original: Any, self: Any, x: Tensor) -> Any:
+        weights, chosen, balance = original(self, x)
+        _, _, mixed = original(self, x.reshape(1, -1, x.shape[-1]))
+        return weights, chosen, balance.detach() + (mixed - mixed.detach())
+
+    return wrapped(MixtureOfExperts, "route", together)
+
+
+@fault("experts", "gradient", WRONG_FORWARD, named=("blocks.1.mlp.experts.up", "loss"))
+def tokens_come_back_in_another_order() -> AbstractContextManager[Any]:
+    return patch.object(experts, "inverse", lambda order: order)
+
+
+@fault("experts", "gradient", LOST_BACKWARD, named=("tokens.weight", "blocks.0.mlp.up.weight"))
+def gradients_do_not_travel_back_to_their_tokens() -> AbstractContextManager[Any]:
+    def stay(original: Any, ctx: Any, grad: Tensor) -> Any:
+        back, *rest = original(ctx, grad)
+        return (back * 0.0, *rest) if len(ctx.sent) and sum(ctx.sent) != len(grad) else (back, *rest)
+
+    return wrapped(experts._AllToAll, "backward", stay)
+
+
+# --- batch statistics -----------------------------------------------------------------------------------------------
+
+
+@fault("batch_norm", "gradient", WRONG_FORWARD, named=("conv.weight", "loss", "images.running_mean"))
+def batch_statistics_are_each_ranks_own() -> AbstractContextManager[Any]:
+    return wrapped(strategy, "share_statistics", lambda original, model, axis: original(model, batch_norm.ALONE))
+
+
+@fault("batch_norm", "gradient", LOST_BACKWARD, named=("conv.weight", "hidden.weight"), spared=("head.weight",))
+def batch_norm_sends_back_only_the_own_rows() -> AbstractContextManager[Any]:
+    def alone(original: Any, ctx: Any, *grads: Any) -> Any:
+        with patch.object(collectives, "all_reduce", lambda x, axis: x * axis.size):
+            return original(ctx, *grads)
+
+    return wrapped(batch_norm._Normalise, "backward", alone)
+
+
+@fault("batch_norm", "gradient", WRONG_FORWARD, named=("conv.weight", "loss"), step=1)
+def void_rows_enter_the_statistics() -> AbstractContextManager[Any]:
+    return patch.object(batch_norm, "_rows_of", lambda valid, num_rows: None)
+
+
+@fault("batch_norm", "buffer", STATISTICS, named=("images.running_mean", "plain.num_batches_tracked"))
+def running_statistics_move_twice() -> AbstractContextManager[Any]:
+    def twice(original: Any, self: Any, *statistics: Any) -> None:
+        original(self, *statistics)
+        original(self, *statistics)
+
+    return wrapped(batch_norm.SharedBatchNorm, "_follow", twice)
+
+
+@fault("batch_norm", "gradient", WRONG_FORWARD, named=("conv.weight", "loss"))
+def ranks_take_contiguous_rows_of_the_global_batch() -> AbstractContextManager[Any]:
+    """Two micro-batches a rank then hold other samples than one device's two."""
+
+    def contiguous(self: Slice, of_batch: Tensor) -> Tensor:
+        return of_batch.chunk(self.axis.size)[self.axis.index]
+
+    return patch.object(Slice, "rows", contiguous)
+
+
+# --- shards ---------------------------------------------------------------------------------------------------------
+
+
+@fault("fsdp", "gradient", "the ranks of axis dp_shard", named=("tokens.weight", "norm.bias"), spared=("blocks.0.mlp.up.weight",))
+def gradients_are_divided_on_the_root_only() -> AbstractContextManager[Any]:
+    """FSDP2's divide factor is each unit's own; set on the blocks alone, the root's gradients are a mean."""
+
+    def on_blocks(original: Any, self: Unit, module: nn.Module, *rest: Any) -> None:
+        original(self, module, *rest)
+        if hasattr(module, "blocks"):
+            self.fsdp.set_gradient_divide_factor(dist.get_world_size())
+
+    return wrapped(Unit, "__init__", on_blocks)
+
+
+@fault("hsdp", "start", START, named=("tokens.weight", "blocks.0.attention.qkv.weight"))
+def replicas_of_shards_draw_their_own_start() -> AbstractContextManager[Any]:
+    """FSDP2 does not broadcast."""
+    return patch.object(materialise, "mix", lambda seed, name, block: mix(seed + dist.get_rank() // 2, name, block))
+
+
+@fault("ddp", "gradient", LOST_BACKWARD, named=("tokens.weight", "norm.bias"))
+def a_shard_degree_of_one_does_not_synchronise() -> AbstractContextManager[Any]:
+    """Nothing to share out, so nothing is wrapped."""
+    return patch.object(Strategy, "_gradient_syncs", lambda self, roots: [])
+
+
+@fault("hsdp", "gradient", LOST_BACKWARD, named=("tokens.weight", "blocks.1.mlp.down.weight"))
+def replicas_of_shards_are_not_summed() -> AbstractContextManager[Any]:
+    def shards_only(mesh: Any, device_type: str) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(mesh.axis("dp_shard").group, device_type)
+
+    return patch.object(shard, "_device_mesh", shards_only)
+
+
+@fault("fsdp", "norm", NORM, named=("gradient norm",))
+def norm_of_the_own_rows() -> AbstractContextManager[Any]:
+    def own_norm(original: Any, self: Strategy, *arguments: Any) -> Report:
+        report = original(self, *arguments)
+        report.grad_norm = self._squares().sqrt()
+        return report
+
+    return wrapped(Strategy, "finish", own_norm)
+
+
+@fault("fsdp_zero2", "gradient", WRONG_FORWARD, named=("tokens.weight", "loss"), step=1)
+def whole_weights_outlive_the_update() -> AbstractContextManager[Any]:
+    """Kept for the next step too: its forward sees the weights of the one before."""
+
+    def keep(original: Any, self: Any) -> None:
+        original(self)
+        for one in self._units:
+            one.fsdp.set_reshard_after_backward(False, recurse=False)
+
+    return wrapped(shard.Sharder, "arm", keep)
+
+
+@fault("fsdp_zero2", "gradient", LOST_BACKWARD, named=("tokens.weight", "blocks.0.mlp.up.weight"))
+def the_last_micro_batch_replaces_the_others() -> AbstractContextManager[Any]:
+    def forget(original: Any, self: Any) -> None:
+        original(self)
+        for held in self._held.values():
+            held.grad = None
+
+    return wrapped(shard.Sharder, "arm", forget)
+
+
+@fault("fsdp_sp", "gradient", LOST_BACKWARD, named=("norm.weight", "blocks.0.attention_norm.bias"), spared=("blocks.0.mlp.up.weight",))
+def rows_of_norms_are_not_summed_over_the_sequence() -> AbstractContextManager[Any]:
+    return patch.object(Layout, "reductions", lambda self: [])
+
+
+@fault("fsdp", "gradient", "", named=("loss", "tokens.weight"))
+def weights_are_rounded_on_their_way() -> AbstractContextManager[Any]:
+    return patch.dict(unit.GATHERED, {"weights": torch.bfloat16})
 
 
 # --- norm and update --------------------------------------------------------------------------------------------------

@@ -12,13 +12,7 @@ from disttrain import build
 from disttrain.verify import verb
 from tests import tiny
 
-MODELS: dict[str, Mapping[str, Any]] = {
-    "gpt": tiny.GPT,
-    "gpt_separate": tiny.GPT_SEPARATE,
-    "llama": tiny.LLAMA,
-    "llama_merged": tiny.LLAMA_MERGED,
-    "block": tiny.BLOCK,
-}
+MODELS: dict[str, Mapping[str, Any]] = tiny.SEQUENCE_MODELS
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "single": {},
@@ -30,6 +24,19 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "tp4_sp": {"tp": 4, "sequence_parallel": True},
     "ddp2_tp2": {"dp": 2, "tp": 2},
     "ddp2_tp2_sp": {"dp": 2, "tp": 2, "sequence_parallel": True},
+    "fsdp2": {"shard": 2},
+    "fsdp4": {"shard": 4},
+    "fsdp4_zero1": {"shard": 4, "strategy": {"zero": 1}},
+    "fsdp2_zero2": {"shard": 2, "strategy": {"zero": 2}},
+    "hsdp2x2": {"dp": 2, "shard": 2},
+    "hsdp2x2_zero1": {"dp": 2, "shard": 2, "strategy": {"zero": 1}},
+    "hsdp2x2_zero2": {"dp": 2, "shard": 2, "strategy": {"zero": 2}},
+    "fsdp2_tp2": {"shard": 2, "tp": 2},
+    "fsdp2_tp2_sp": {"shard": 2, "tp": 2, "sequence_parallel": True},
+    "fsdp2_recomputed": {"shard": 2, "strategy": {"recompute": "full"}},
+    "fsdp2_cp2": {"shard": 2, "cp": 2},
+    "hsdp2x2_cp2_zero2": {"dp": 2, "shard": 2, "cp": 2, "strategy": {"zero": 2}},
+    "fsdp2_tp2_sp_zero1": {"shard": 2, "tp": 2, "sequence_parallel": True, "strategy": {"zero": 1}},
 }
 
 SOME = [
@@ -45,6 +52,19 @@ SOME = [
     ("block", "ddp2"),
     ("block", "tp4"),
     ("block", "tp2_sp"),
+    ("gpt", "fsdp2"),
+    ("llama", "fsdp4"),
+    ("gpt", "fsdp4_zero1"),
+    ("llama_merged", "fsdp2_zero2"),
+    ("gpt", "hsdp2x2"),
+    ("llama", "hsdp2x2_zero1"),
+    ("gpt", "hsdp2x2_zero2"),
+    ("llama", "fsdp2_tp2"),
+    ("gpt", "fsdp2_tp2_sp"),
+    ("gpt_separate", "fsdp2_tp2_sp_zero1"),
+    ("gpt", "fsdp2_recomputed"),
+    ("llama", "fsdp2_cp2"),
+    ("gpt", "hsdp2x2_cp2_zero2"),
 ]
 """Each model and each strategy at least once."""
 
@@ -57,7 +77,7 @@ def prove(model: str, strategy: str, **more: Any) -> verb.Proof:
     fields = dict(MODELS[model])
     if arguments.get("tp") == 4 and "num_kv_heads" in fields:
         fields["num_kv_heads"] = 4
-    micro = 8 // arguments.get("dp", 1) // 2
+    micro = 8 // arguments.get("dp", 1) // arguments.get("shard", 1) // 2
     return verb.prove(tiny.config(**arguments, model=fields, micro_batch_size=micro, **more))
 
 
@@ -81,11 +101,14 @@ def test_the_other_layouts_are_equal_to_one_device(model: str, strategy: str) ->
 def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("sklearn")
     dataset = {"_target_": "disttrain.data.images.Digits", "data_dir": str(tmp_path_factory.mktemp("digits"))}
-    build.prepare_data(tiny.config(model=tiny.CNN, dataset=dataset))
+    build.prepare(tiny.config(model=tiny.CNN, dataset=dataset))
     return dataset
 
 
-@pytest.mark.parametrize("strategy", ["ddp2", "tp2", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp4", "tp4", "ddp2_tp2"))])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp2", "tp2", "fsdp2", "hsdp2x2_zero2", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp4", "tp4", "ddp2_tp2"))],
+)
 def test_a_convolutional_net_on_digits(strategy: str, digits: dict[str, Any]) -> None:
     proof = verb.prove(tiny.config(**STRATEGIES[strategy], model=tiny.CNN, dataset=digits, verify={"steps": 2}))
     assert proof.equal, (proof.failed, proof.cause)

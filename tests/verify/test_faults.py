@@ -8,6 +8,7 @@ import pytest
 
 from disttrain.config.schema import Config
 from disttrain.verify import verb
+from tests.verify import faults_context, faults_pipeline  # noqa: F401  enter their faults beside the others
 from tests.verify.faults import FAULTS, LAYOUTS
 
 Recorded = Callable[[str, Config], str]
@@ -27,6 +28,8 @@ def test_a_planted_fault_is_noticed_named_and_explained(name: str, recorded: Rec
     proof = verb.compare(config, recorded(fault.layout, config), around=fault.plant)
     assert not proof.equal
     off = {error.name for error in proof.failed}
+    assert proof.first is not None
+    assert proof.first.step == fault.step
     assert proof.failed[0].quantity == fault.first, proof.failed
     assert set(fault.named) <= off
     assert not set(fault.spared) & {error.name for error in proof.failed if error.quantity == "gradient"}

@@ -1,0 +1,296 @@
+"""From a config to a case: the model's shape, degrees that are legal, a batch that divides, and a word on what was changed.
+
+A plan is not refused: what doesn't divide is planned as the nearest that does, and said.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from disttrain.config.schedules import holders, needs, stages_a_rank, takes
+from disttrain.config.schema import Config, StrategyConfig
+from disttrain.config.split import balanced_starts
+from disttrain.config.world import DEGREES, divisors
+from disttrain.errors import ConfigError
+from disttrain.plan.case import FULL, NONE, SPLIT_BACKWARD, Case, Layout, Numbers, Recompute, Shape, Software, every
+
+GPT = "disttrain.models.gpt.GPT"
+ACCUMULATION = "disttrain.callbacks.grad_accumulation.GradAccumulation"
+AMP = "disttrain.callbacks.amp.AMP"
+SELECTIVE = Recompute(0.0, 0.0, 1.0, 0.6)
+"""All but matrix products and attention runs again: norms' outputs and activations are not kept."""
+OWN_TENSOR_EXPOSED = 0.75
+"""Of our tensor-parallel collectives, half of backward's run beside the weights' gradient; not where a schedule splits the two."""
+LITTLE = 0.25
+"""Share of a global batch by which it may be changed to hold whole micro-batches."""
+STATES = {"AdamW": 8.0, "Adam": 8.0, "Adagrad": 4.0}
+"""Bytes of float32 moments a parameter, by optimizer; SGD has none without momentum."""
+
+
+@dataclass
+class Settled:
+    """A case that is legal, and what was changed to make it so."""
+
+    case: Case
+    notes: list[str] = field(default_factory=list)
+
+
+def settle(config: Config, precision: str | None = None) -> Settled:
+    """The case of a config. ConfigError for a model whose shape is not known. `precision` stands in for callbacks.amp's."""
+    shape = shape_of(config.model)
+    notes: list[str] = []
+    precision = precision or precision_of(config)
+    strategy = _degrees(config, shape, notes)
+    if strategy.deepspeed is not None:
+        strategy = _like(strategy, notes)
+    length = int(config.dataset.get("context") or config.model.get("max_seq_len") or 1)
+    layout, batch = _batch(config, layout_of(strategy, shape), notes)
+    software = software_of(strategy, config.model, precision)
+    if strategy.offload or strategy.offload_activations:
+        notes.append("what waits in host memory is left out of the device's; the time that it takes on its way is not reckoned")
+    return Settled(Case(shape, layout, length, batch, numbers_of(config, layout, precision), software), notes)
+
+
+def shape_of(model: Mapping[str, Any]) -> Shape:
+    """Shape of a GPT-style model's config; ConfigError for any other."""
+    if model.get("_target_") != GPT:
+        raise ConfigError(f"plan knows the shape of {GPT} and not of {model.get('_target_')}", "model.parameters=1e9")
+    hidden, heads = int(model.get("hidden_size", 128)), int(model.get("num_heads", 4))
+    kv_heads, gated = int(model.get("num_kv_heads") or heads), model.get("mlp", "gelu") == "swiglu"
+    ffn = int(model.get("intermediate_size") or (_llama_width(hidden) if gated else 4 * hidden))
+    bias, is_layer = bool(model.get("bias", True)), model.get("norm", "layer") == "layer"
+    kv_width = kv_heads * hidden // heads
+    norm = hidden * (2 if is_layer and bias else 1)
+    layers = int(model.get("num_layers", 4))
+    fed = (ffn * (2 if gated else 1) + hidden) if bias else 0  # a dense feed-forward's biases; routed experts have none
+    mixture = _mixture(model, layers, ffn)
+    dense, shared = mixture.get("dense_layers", layers), mixture.get("shared_ffn", 0)
+    biases = ((2 * hidden + 2 * kv_width) if bias else 0) + fed * dense / layers
+    if bias and shared:
+        biases += (shared * (2 if gated else 1) + hidden) * (layers - dense) / layers
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=mixture.pop("ffn", ffn),
+        vocab=int(model.get("vocab_size", 256)),
+        gated=gated,
+        tied=bool(model.get("tie_embeddings", True)),
+        positions=int(model.get("max_seq_len", 128)) if model.get("position", "learned") == "learned" else 0,
+        vectors=biases + 2 * norm,
+        last_norm=norm,
+        balanced=bool(model.get("experts") and model["experts"].get("balance_weight", 0.01)),
+        bias=bias,
+        norm_bias=is_layer and bias,
+        rms=not is_layer,
+        merged=bool(model.get("merged_qkv", True)),
+        longest=int(model.get("max_seq_len", 128)),
+        **mixture,
+    )
+
+
+def _mixture(model: Mapping[str, Any], layers: int, ffn: int) -> dict[str, int]:
+    """Fields of the shape that a mixture of experts has (`disttrain.models.experts.ExpertShape`); empty for a dense model."""
+    experts = model.get("experts")
+    if not experts:
+        return {}
+    width = int(experts.get("intermediate_size") or ffn)
+    sparse = layers // int(experts.get("every", 1))
+    return {
+        "ffn": width,
+        "experts": int(experts.get("num_experts", 8)),
+        "top_k": int(experts.get("top_k", 2)),
+        "shared_ffn": int(experts.get("num_shared", 0)) * width,
+        "dense_layers": layers - sparse,
+        "dense_ffn": ffn,
+    }
+
+
+def _llama_width(hidden: int) -> int:
+    """As `disttrain.models.transformer.llama_width`, which imports torch."""
+    return -(-(8 * hidden // 3) // 256) * 256
+
+
+def precision_of(config: Config) -> str:
+    """Type of matrix products: fp32, bf16 or fp16."""
+    amp = next((value for value in config.callbacks.values() if value.get("_target_") == AMP), None)
+    return "fp32" if amp is None else str(amp.get("precision", "fp32"))
+
+
+def micro_batch_of(config: Config) -> int | None:
+    """`callbacks.grad_accumulation.micro_batch_size`; None without the callback."""
+    found = next((value for value in config.callbacks.values() if value.get("_target_") == ACCUMULATION), None)
+    return None if found is None else int(found.get("micro_batch_size", 8))
+
+
+def numbers_of(config: Config, layout: Layout, precision: str) -> Numbers:
+    """Bytes as disttrain holds them: float32 weights, gradients and moments; autocast's copies beside the weights."""
+    strategy = config.strategy
+    whole = {"float64": 8.0, "bfloat16": 2.0}.get(config.train.dtype, 4.0)
+    name = str(config.optimizer.get("_target_", "")).rpartition(".")[2]
+    state = STATES.get(name, 4.0 if config.optimizer.get("momentum") else 0.0) * whole / 4.0
+    if layout.sync_every > 1:  # the weights of the sync before, and the outer step's momentum
+        kept = (strategy.outer_lr != 1.0 or strategy.outer_momentum > 0.0) + (strategy.outer_momentum > 0.0)
+        state += whole * kept
+    half = precision in ("bf16", "fp16") and whole == 4.0
+    sent = 2.0 if strategy.compression in ("bf16", "fp16") and not layout.zero else whole
+    on_device = 0.0 if strategy.offload and layout.zero else 1.0
+    return Numbers(
+        weight=whole * (on_device if layout.zero == 3 else 1.0),
+        gradient=whole * (on_device if layout.zero >= 2 else 1.0),
+        state=state * on_device,
+        compute=2.0 if half else whole,
+        stream=whole,
+        gathered=2.0 if half else 0.0,
+        shard_beside=whole * on_device if layout.zero in (1, 2) else 0.0,
+        wire_weight=2.0 if strategy.gather_dtype == "bf16" else whole,
+        wire_gradient=sent,
+        logit=6.0 if half else 2 * whole,
+    )
+
+
+def software_of(strategy: StrategyConfig, model: Mapping[str, Any], precision: str) -> Software:
+    """What is assumed of disttrain itself."""
+    splits = strategy.schedule in SPLIT_BACKWARD and strategy.pp > 1
+    return Software(
+        kernel="flash",
+        precision="bf16" if precision in ("bf16", "fp16") else precision,
+        fused=strategy.compile or model.get("norm", "layer") == "layer",
+        tensor_exposed=1.0 if splits else OWN_TENSOR_EXPOSED,
+        scattered=False,
+        own=not strategy.compile,
+    )
+
+
+def layout_of(strategy: StrategyConfig, shape: Shape) -> Layout:
+    """The layout of a strategy whose degrees are settled."""
+    gap = strategy.recompute_every
+    recompute = {"none": NONE, "full": FULL if gap == 1 else every(1.0 / gap), "selective": SELECTIVE}[strategy.recompute]
+    virtual = stages_a_rank(strategy.schedule, strategy.virtual_stages) if strategy.pp > 1 else 1
+    if strategy.offload_activations:
+        recompute = replace(recompute, kept=0.0)
+    return Layout(
+        dp_replicate=strategy.dp_replicate,
+        dp_shard=strategy.dp_shard,
+        cp=strategy.cp,
+        tp=strategy.tp,
+        pp=strategy.pp,
+        ep=strategy.ep,
+        zero=strategy.zero if strategy.dp_shard > 1 else 0,
+        sequence_parallel=strategy.sequence_parallel,
+        schedule=strategy.schedule,
+        virtual=virtual,
+        recompute=recompute,
+        stages=_split(strategy.stage_split, shape, strategy.pp) or stages_of(shape, strategy.schedule, strategy.pp, virtual),
+        share_context=False,
+        attention=strategy.attention,
+        loss_chunk=strategy.loss_chunk is not None,
+        bucket_size=strategy.bucket_size,
+        sync_every=strategy.sync_every if strategy.dp_replicate > 1 else 1,
+    )
+
+
+def _split(names: Sequence[str], shape: Shape, stages: int) -> tuple[int, ...]:
+    """Layers of each rank by `strategy.stage_split`, where it names blocks and each rank has one stage; else empty."""
+    starts = [int(found[1]) for name in names if (found := re.fullmatch(r"blocks\.(\d+)", name))]
+    if len(starts) != len(names) or len(starts) != stages - 1 or not starts:
+        return ()
+    ends = [0, *starts, shape.layers]
+    return tuple(after - before for before, after in pairwise(ends))
+
+
+def stages_of(shape: Shape, schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
+    """Layers of each pipeline rank, in all its stages, as a training cuts them: the head's cost counted."""
+    if ranks == 1:
+        return ()
+    length = shape.longest or 1
+    matrices = shape.attention_parameters + shape.feed_forward_parameters(active=True)
+    one = 2.0 * length * matrices + 4.0 * length * length * shape.hidden
+    costs, is_block = [0.0, *[one] * shape.layers, 2.0 * length * shape.head_parameters], [False, *[True] * shape.layers, False]
+    where = holders(schedule, ranks, ranks * virtual)
+    edges = [0, *balanced_starts(costs, is_block, len(where)), len(costs)]
+    found = [0] * ranks
+    for rank, (low, high) in zip(where, pairwise(edges), strict=True):
+        found[rank] += sum(is_block[low:high])
+    return tuple(found)
+
+
+def _degrees(config: Config, shape: Shape, notes: list[str]) -> StrategyConfig:
+    """Degrees that multiply to the world and divide the model, the nearest where those asked for don't."""
+    strategy = config.strategy
+    asked = {name: getattr(strategy, name) for name in DEGREES}
+    fixed = math.prod(degree for degree in asked.values() if degree > 0)
+    filling = [name for name, degree in asked.items() if degree < 1]
+    world = config.launch.world_size
+    size = int(world) if isinstance(world, int) else fixed * 2 ** len(filling)
+    made = {name: max(1, degree) for name, degree in asked.items()}
+    wished = 1
+    for name, limits in (("tp", (shape.kv_heads, shape.heads, shape.vocab, shape.ffn)), ("pp", ()), ("cp", ())):
+        wanted = made[name] if asked[name] > 0 else size // fixed if filling == [name] else 1
+        wished *= wanted
+        most = shape.layers if name == "pp" else wanted
+        legal = [n for n in range(1, min(wanted, most) + 1) if all(limit % n == 0 for limit in limits) and size % n == 0]
+        found = max(legal, default=1)
+        if found != wanted:
+            why = f"is more than the {shape.layers} layers" if wanted > most else f"does not divide this model or {size} ranks"
+            notes.append(f"strategy.{name}={wanted} {why}; planned with strategy.{name}={found}")
+        made[name] = found
+    inside = made["tp"] * made["pp"] * made["cp"]
+    if not isinstance(world, int):
+        size = size // wished * inside
+    rest = size // inside
+    if rest * inside != size:
+        notes.append(f"launch.world_size={world} is not divisible by tp x pp x cp = {inside}; planned with {rest * inside} ranks")
+        size = rest * inside
+    axis = "dp_shard" if asked["dp_shard"] != 1 else "dp_replicate"
+    other = "dp_replicate" if axis == "dp_shard" else "dp_shard"
+    made[other] = max(n for n in divisors(rest) if n <= max(1, asked[other])) if asked[other] > 0 else 1
+    made[axis] = rest // made[other]
+    if not filling and made[axis] != asked[axis]:
+        notes.append(f"{size} ranks leave {rest} data ranks; planned with strategy.{axis}={made[axis]}")
+    wanted = strategy.ep if strategy.ep > 0 else made["dp_shard"]
+    ep = max(n for n in divisors(math.gcd(made["dp_shard"], shape.experts or 1)) if n <= wanted)
+    if strategy.ep > 1 and ep != strategy.ep:
+        notes.append(f"strategy.ep={strategy.ep} does not divide the experts or the data ranks; planned with strategy.ep={ep}")
+    return replace(strategy, **made, ep=ep, sequence_parallel=strategy.sequence_parallel and made["tp"] > 1)
+
+
+def _like(strategy: StrategyConfig, notes: list[str]) -> StrategyConfig:
+    """The layout of ours that DeepSpeed's engine is like."""
+    if not strategy.zero:
+        notes.append("DeepSpeed's engine is planned as strategy=ddp, which does what its stage 0 does")
+        return strategy
+    notes.append(f"DeepSpeed's engine is planned as strategy=fsdp strategy.zero={strategy.zero}, which shares out what its stage does")
+    return replace(strategy, dp_shard=strategy.dp_replicate, dp_replicate=1)
+
+
+def _batch(config: Config, layout: Layout, notes: list[str]) -> tuple[Layout, int]:
+    """The micro-batch and a global batch that both divide."""
+    batch, data, asked = config.train.global_batch_size, layout.data, micro_batch_of(config)
+    if batch % data:
+        whole = max(1, round(batch / (data * (asked or 1)))) * data * (asked or 1)  # in whole micro-batches, where that changes it little
+        batch = whole if abs(whole - batch) <= LITTLE * batch else max(1, round(batch / data)) * data
+        notes.append(
+            f"train.global_batch_size={config.train.global_batch_size} is not divisible by {data} data ranks; planned with {batch}"
+        )
+    local = batch // data
+    micro = max(n for n in divisors(local) if n <= (asked or local))
+    if asked is not None and micro != min(asked, local):
+        notes.append(f"a micro-batch of {asked} does not divide {local} samples a rank; planned with {micro}")
+    if asked is None and layout.pp > 1:
+        micro = 1
+        notes.append("a pipeline passes micro-batches; planned with callbacks.grad_accumulation.micro_batch_size=1")
+    if layout.pp > 1 and not takes(layout.schedule, local // micro, layout.pp):
+        said = f"strategy.schedule={layout.schedule} takes {needs(layout.schedule, layout.pp)}, and there are {local // micro}"
+        legal = [n for n in divisors(local) if takes(layout.schedule, local // n, layout.pp)]
+        micro = max((n for n in legal if n <= micro), default=min(legal, default=micro))
+        notes.append(
+            f"{said}; " + (f"planned with micro-batches of {micro}" if legal else "no micro-batch gives that: a larger batch does")
+        )
+    return replace(layout, micro_batch=micro), batch

@@ -1,0 +1,175 @@
+"""Classes of a user's own, and runs read or resumed: what does not fit is one message before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import disttrain
+from disttrain.cli import main
+from disttrain.errors import ConfigError
+from disttrain.record import RunFolder
+from tests.cli.words import BARE
+
+ALONE = [*BARE, "strategy=single"]
+MINE = """
+import torch
+
+class Halved:
+    def __call__(self, update):
+        return 0.5
+
+class Silent:
+    pass
+
+class Small(torch.nn.Embedding):
+    def __init__(self, size=32):
+        from disttrain.models.task import Classification
+        super().__init__(size, size)
+        self.task = Classification("tokens")
+"""
+
+
+@pytest.fixture
+def mine(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the user's own."""
+    name = f"mine_{elsewhere.name}"
+    (elsewhere / f"{name}.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.syspath_prepend(elsewhere)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def newest() -> RunFolder:
+    return RunFolder(max(Path("outputs").glob("*/*"), key=lambda path: path.stat().st_mtime))
+
+
+def refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is said of a command line that is the user's mistake."""
+    assert main(list(words)) == 2
+    said = capfd.readouterr().err
+    assert said.count("disttrain: ") == 1
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_torch_scheduler_sets_the_rate() -> None:
+    own = ["scheduler=custom", "scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "scheduler.gamma=0.5", "optimizer.lr=0.25"]
+    assert main([*ALONE, *own]) == 0
+    assert newest().result()["metrics"]["train/lr"] == pytest.approx(0.125)
+
+
+def test_a_schedule_need_not_ask_for_the_runs_length(mine: str) -> None:
+    assert main([*ALONE, "scheduler=custom", f"scheduler._target_={mine}.Halved", "optimizer.lr=0.5"]) == 0
+    assert newest().result()["metrics"]["train/lr"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("group", "target", "says"),
+    [
+        ("scheduler", "{mine}.Silent", "a Silent can't be"),
+        ("scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau", "follows a metric"),
+        ("optimizer", "{mine}.Halved", "is no torch Optimizer"),
+        ("optimizer", "torch.optim.Muon", "Muon only supports 2D parameters"),
+        ("callbacks.mine", "{mine}.Halved", "is no disttrain Callback"),
+    ],
+)
+def test_a_class_of_another_kind_is_refused(mine: str, capfd: pytest.CaptureFixture[str], group: str, target: str, says: str) -> None:
+    choice = [] if "." in group else [f"{group}=custom"]
+    assert says in refused(capfd, *ALONE, *choice, f"{group}._target_={target.format(mine=mine)}")
+
+
+def test_a_run_whose_class_is_not_here_is_not_read(mine: str, elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in ALONE if not word.startswith("model.")]
+    assert main([*words, "model=custom", f"model._target_={mine}.Small", "callbacks=[checkpoint]"]) == 0
+    run = str(newest().path)
+    assert main(["evaluate", run]) == 0
+    (elsewhere / f"{mine}.py").unlink()
+    sys.modules.pop(mine)
+    capfd.readouterr()
+    assert f"{mine}.Small can't be imported" in refused(capfd, "evaluate", run)
+
+
+def test_what_is_read_is_checked_and_a_sample_wants_some_learning(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*ALONE, "callbacks=[checkpoint]"]) == 0
+    assert "what it writes now" not in capfd.readouterr().out
+    run = str(newest().path)
+    assert "generate.temperature=-1.0 must be at least zero" in refused(capfd, "generate", run, "temperature=-1")
+    assert "generate.length=-5 must be more than zero" in refused(capfd, "generate", run, "length=-5")
+    assert main([f"resume={run}", "train.steps=1"]) == 0
+    assert "nothing is left to do of 1 steps" in capfd.readouterr().out
+
+
+def test_a_run_too_short_for_a_sample_says_so(elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What `generate` then prints in pieces is what the model wrote in one: the prompt and as many bytes as were asked for."""
+    (elsewhere / "corpus.txt").write_text("def add(a, b):\n    return a + b\n" * 100, encoding="utf-8")
+    text = ["dataset=text", "dataset.paths=[corpus.txt]", "dataset.context=8", "model.vocab_size=256"]
+    assert main([*(word for word in ALONE if not word.startswith(("dataset", "model.vocab"))), *text, "callbacks=[checkpoint]"]) == 0
+    said = capfd.readouterr().out
+    assert "no sample of what it writes: before step 50 that is noise" in said
+    assert "try next:   python -m disttrain generate " in said
+    assert main(["generate", str(newest().path), "prompt=def", "length=3", "temperature=0"]) == 0
+    written = capfd.readouterr().out
+    assert written.startswith("def")
+    assert written.endswith("\n")
+    command = f"{sys.executable} -m disttrain generate {newest().path} length=300 | head -c 3"
+    environment = {**os.environ, "PYTHONPATH": str(Path(disttrain.__file__).parents[1])}
+    read = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    assert (read.stdout, read.stderr) == ("def", "")  # who has read enough is no failure
+
+
+def test_a_layout_typed_at_resume_replaces_the_stored_one(capfd: pytest.CaptureFixture[str]) -> None:
+    cut = ["strategy=tensor_parallel", "strategy.sequence_parallel=true", "callbacks=[checkpoint]"]
+    assert main([*BARE, *cut]) == 0
+    run = newest().path
+    assert main([f"resume={run}", "strategy=ddp", "train.steps=3"]) == 0
+    said = capfd.readouterr().err
+    assert "left out of what the run was started with: strategy.sequence_parallel=true" in said
+    assert json.loads((run / "result.json").read_text(encoding="utf-8"))["step"] == 3
+
+
+def test_run_takes_a_list_of_overrides_and_no_verb() -> None:
+    with pytest.raises(ConfigError, match="takes a list") as caught:
+        disttrain.run("strategy=ddp seed=1")
+    assert caught.value.remedy == "run(['strategy=ddp', 'seed=1'])"
+    with pytest.raises(ConfigError, match="'verify' is a verb") as caught:
+        disttrain.run(["verify", "strategy=ddp"])
+    assert caught.value.remedy == "python -m disttrain verify strategy=ddp"
+
+
+def test_a_run_that_diverges_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*ALONE, "callbacks=minimal", "optimizer=sgd", "optimizer.lr=1e30", "train.clip_norm=null"]) == 1
+    err = capfd.readouterr().err
+    assert "the run has diverged: at the end val/loss is nan" in err
+    assert "Traceback" not in err
+    result = newest().result()
+    assert (result["status"], result["exit_code"]) == ("failed", 1)
+    assert "val/loss is nan" in result["reason"]
+
+
+def test_a_resume_with_nothing_to_do_leaves_the_record_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*ALONE, "callbacks=[checkpoint]"]) == 0
+    run = newest().path
+    before = {file.name: file.read_text(encoding="utf-8") for file in [*run.glob("*.yaml"), run / "result.json"]}
+    assert main([f"resume={run}", "train.steps=1", "optimizer.lr=0.5"]) == 0
+    said = capfd.readouterr().out
+    assert "nothing is left to do of 1 steps" in said
+    assert {file.name: file.read_text(encoding="utf-8") for file in [*run.glob("*.yaml"), run / "result.json"]} == before
+
+
+def test_a_run_killed_after_its_last_save_is_closed_by_a_resume(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*ALONE, "callbacks=[checkpoint,jsonl]"]) == 0
+    run = newest()
+    ended = run.result()
+    run.write_result(status="running", reason="", exit_code=None, metrics={})  # as a kill leaves it
+    assert main([f"resume={run.path}"]) == 0
+    closed = run.result()
+    assert (closed["status"], closed["exit_code"], closed["step"]) == ("done", 0, ended["step"])
+    assert closed["metrics"] == ended["metrics"]
+    assert "training loss" in capfd.readouterr().out

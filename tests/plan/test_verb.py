@@ -1,0 +1,159 @@
+"""The verb: tables, JSON, the nearest legal plan, a size instead of a shape, the search."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from disttrain import cli
+from disttrain.build import build_model
+from disttrain.config.check import check
+from disttrain.config.compose import compose, composer, parse
+from disttrain.config.schema import Config
+from disttrain.plan.devices import preset_of, resolve
+from disttrain.plan.settle import GPT as TARGET
+from disttrain.plan.settle import settle, shape_of
+from tests.quality.source import ROOT
+
+MODELS = sorted(file.stem for file in (ROOT / "conf/model").glob("*.yaml") if TARGET in file.read_text())
+LARGE = ["model=llama3_70b", "hardware=h100", "launch.world_size=64", "train.global_batch_size=64"]
+
+
+def settled(*words: str) -> Config:
+    request = parse(list(words))
+    with composer(request) as app:
+        return compose(app, request)[1]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert cli.main(["plan", "plan.json=true", *words]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_shape_has_the_parameters_of_the_model_it_speaks_of(name: str) -> None:
+    config = settled(f"model={name}")
+    model = config.model
+    with torch.device("meta"):
+        built = build_model(config)
+    assert shape_of(model).parameters == pytest.approx(sum(parameter.numel() for parameter in built.parameters()), rel=1e-12)
+
+
+def test_a_page_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["plan", *LARGE, "strategy.tp=8", "strategy.pp=4", "callbacks.grad_accumulation.micro_batch_size=1"]) == 0
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 100
+    for heading in ("Time of a step", "Memory of the fullest rank", "Sent by a rank", "Walls", "Who holds what", "One step", "Assumed"):
+        assert heading in page
+    assert "experiments/planner/page.md" in page
+
+
+def test_what_does_not_divide_is_planned_as_the_nearest_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "model=llama3_8b", "hardware=b200", "launch.world_size=6", "strategy.tp=4")
+    assert found["layout"]["tp"] == 2
+    assert found["layout"]["world"] == 6
+    assert any("strategy.tp=4" in note for note in found["notes"])
+    assert any("train.global_batch_size=32" in note for note in found["notes"])
+
+
+def test_what_does_not_fit_is_planned_as_the_nearest_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *LARGE, "strategy.tp=8", "strategy.pp=4", "callbacks.grad_accumulation.micro_batch_size=16")
+    assert found["fits"]
+    assert (found["layout"]["tp"], found["layout"]["pp"]) == (8, 4)
+    assert any("planned is the nearest that fits" in note for note in found["notes"])
+
+
+def test_nothing_fits_one_small_device(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "model=llama3_405b", "hardware=a100", "launch.world_size=1")
+    assert not found["fits"]
+    assert any("more ranks" in note for note in found["notes"])
+    assert cli.main(["plan", "plan.search=true", "model=llama3_405b", "hardware=a100", "launch.world_size=1"]) == 2
+
+
+def test_a_tensor_axis_over_nodes_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=gpt3_175b", "hardware=h100", "launch.world_size=128", "strategy.tp=32", "train.global_batch_size=128"]
+    found = planned(capsys, *words)
+    assert any("strategy.tp=32 leaves the node" in note for note in found["notes"])
+
+
+def test_a_size_without_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "model.parameters=100e9", "hardware=h100"]) == 0
+    page = capsys.readouterr().out
+    assert "200 GB" in page
+    assert "1.6 TB to 1.8 TB" in page
+    assert f"{math.ceil(1.6e12 / (79.6 * 2**30 * 0.94))} of h100" in page
+    assert cli.main(["plan", "model.parameters=many"]) == 2
+
+
+def test_the_search_ranks_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan.search=true", "model=llama3_8b", "hardware=h100", "launch.world_size=16", "train.global_batch_size=64", "plan.top=5"]
+    started = time.monotonic()
+    found = planned(capsys, *words)
+    assert time.monotonic() - started < 30
+    times = [one["seconds"]["step"] for one in found]
+    assert times == sorted(times)
+    assert len(times) == 5
+    for one in found:
+        assert one["fits"]
+        assert one["layout"]["world"] == 16
+        assert 64 % (one["layout"]["micro_batch"] * one["layout"]["dp_shard"] * one["layout"]["dp_replicate"]) == 0
+    assert cli.main(["plan", *words]) == 0
+    assert "The first is asked for with:" in capsys.readouterr().out
+
+
+def test_a_model_of_unknown_shape_is_told_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "model=simple_cnn", "dataset=digits"]) == 2
+    assert "model.parameters=1e9" in capsys.readouterr().err
+
+
+def test_hardware_by_the_drivers_name() -> None:
+    assert preset_of("NVIDIA H100 80GB HBM3").name == "h100"
+    assert preset_of("NVIDIA A100-SXM4-80GB").name == "a100"
+    assert preset_of("NVIDIA B200").name == "b200"
+    assert preset_of("NVIDIA H200").name == "h200"
+    unknown = preset_of("Matrix 3000")
+    assert not unknown.matmul_tflops
+    auto = settled("hardware=auto").hardware
+    assert resolve(auto, 1).name in ("cpu", *(file.stem for file in (ROOT / "conf/hardware").glob("*.yaml")))
+
+
+def test_precision_of_products_is_bf16_on_a_gpu_unless_asked_for() -> None:
+    config = settled("model=llama3_8b", "hardware=h100", "callbacks.amp.precision=fp16")
+    assert settle(config).case.software.precision == "bf16"
+    assert settle(config).case.numbers.compute == 2.0
+    assert settle(settled("model=llama3_8b")).case.numbers.compute == 4.0
+
+
+def test_experts_are_shared_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "model=mixtral_8x7b",
+        "hardware=h100",
+        "launch.world_size=16",
+        "train.global_batch_size=16",
+        "strategy.tp=2",
+        "strategy.dp_shard=-1",
+    ]
+    words += ["strategy.dp_replicate=1", "strategy.zero=1", "strategy.recompute=full", "callbacks.grad_accumulation.micro_batch_size=1"]
+    whole, shared = planned(capsys, *words), planned(capsys, *words, "strategy.ep=8")
+    assert shared["layout"]["ep"] == 8
+    assert shared["memory_bytes"]["0"]["weights"] < 0.2 * 4 * shared["model"]["parameters"] / 2
+    moments = 8 * 46.7e9 / 2 / 8  # two of float32, over two tensor ranks and eight data ranks, experts by ep and the rest by ZeRO-1
+    assert shared["memory_bytes"]["0"]["optimizer"] == pytest.approx(moments, rel=0.01)
+    assert set(shared["traffic"]["0"]) >= {"ep", "tp", "dp_shard"}
+    assert "ep" not in whole["traffic"]["0"] or whole["layout"] != shared["layout"]
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "mixtral_8x7b"])
+def test_what_the_search_offers_passes_the_check_of_a_training(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    words = [f"model={model}", "launch.world_size=16", "train.global_batch_size=64"]
+    for one in planned(capsys, "plan.search=true", "hardware=b200", "plan.top=15", *words):
+        config = settled(*words, *one["overrides"], "strategy=single", "launch.device=cpu", "callbacks.amp.precision=bf16")
+        check(config)
+        assert settle(config).notes == []
+        assert settle(config).case.layout.world == 16
