@@ -162,16 +162,31 @@ def test_axes_metrics_and_differences_are_chosen(browser: Any, pages: dict[str, 
         assert page.locator("[data-chart=curves] svg").count() == 1
 
 
-def test_a_point_under_the_pointer_says_what_it_is(browser: Any, pages: dict[str, Path]) -> None:
+def test_the_bar_under_the_pointer_says_what_it_is(browser: Any, pages: dict[str, Path]) -> None:
+    """Wherever in a bar the pointer stands, at its ends as in its middle."""
     with Visit(browser, pages["hybrid"]) as visit:
-        place = visit.page.locator("[data-chart='timeline:0'] svg")
-        box = place.bounding_box()
-        place.hover(position={"x": box["width"] / 2, "y": 40})
-        tip = visit.page.locator("[data-chart='timeline:0'] [aria-label=tip]")
-        tip.locator("text").first.wait_for(state="attached")
-        said = tip.text_content()
-        assert re.search(r"rank [01]: (forward|backward)", said)
-        assert re.search(r"stage 0, micro-batch \d", said)
+        page = visit.page
+        found = page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+        bars = found["runs"][0]["timeline"]["bars"]  # [rank, kind, stage, micro-batch, start, end], in drawing order
+        drawn = page.locator("[data-chart='timeline:0'] g[aria-label=bar] rect")
+        assert drawn.count() == len(bars)
+        alone = []
+        for index, (rank, _, stage, _, start, end) in enumerate(bars):
+            beside = [other for at, other in enumerate(bars) if at != index and other[0] == rank]
+            if stage >= 0 and not any(other[4] < end and start < other[5] for other in beside):
+                alone.append(index)
+        widest = sorted(alone, key=lambda index: bars[index][4] - bars[index][5])[:8]
+        assert len(widest) == 8
+        tip = page.locator("[data-chart='timeline:0'] [aria-label=tip]")
+        for index in widest:
+            rank, kind, stage, micro, *_ = bars[index]
+            drawn.nth(index).scroll_into_view_if_needed()
+            box = drawn.nth(index).bounding_box()
+            for share in (0.1, 0.5, 0.9):
+                page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+                page.wait_for_timeout(60)  # the tip is drawn with the next frame
+                said = tip.text_content().replace("\u200b", " ")
+                assert f"rank {rank}: {found['kinds'][kind]} stage {stage}, micro-batch {micro} " in said, (share, said)
 
 
 def test_one_run_of_several_is_chosen_for_its_timeline(browser: Any, pages: dict[str, Path]) -> None:

@@ -163,6 +163,12 @@
     const wide = d3.max(found.ranks, ([rank]) => label(rank).length) * 7 + 8;
     const width = Math.max(640, place.clientWidth), span = d3.max(rows, (row) => row.end) - d3.min(rows, (row) => row.start);
     const stages = d3.max(rows, (row) => row.stage);
+    // A bar is under the pointer over its whole length, not at its middle only: it has an anchor every few pixels.
+    const every = span / (width - wide) * 6;
+    const anchors = rows.flatMap((row) => {
+      const count = Math.max(1, Math.round((row.end - row.start) / every));
+      return d3.range(count).map((index) => ({ row, rank: row.rank, at: row.start + (row.end - row.start) * (index + 0.5) / count }));
+    });
     place.replaceChildren(Plot.plot({
       width, height: 48 + 26 * found.ranks.length, marginLeft: wide, marginRight: 12, marginTop: 4, marginBottom: 36, style: { background: "none" },
       x: { label: "time in the step", labelArrow: "none", tickFormat: seconds, grid: true, ticks: 6 },
@@ -170,8 +176,8 @@
       marks: [
         Plot.barX(rows, { x1: "start", x2: "end", y: "rank", fill: (row) => `var(--k-${row.kind})`, fillOpacity: (row) => 1 - 0.35 * (stages > 0 && row.stage > -1 ? row.stage / (stages + 1) : 0), insetRight: 0.5, rx: 1.5 }),
         Plot.text(rows.filter((row) => row.micro >= 0 && (row.end - row.start) / span * (width - wide) > 15), { x: (row) => (row.start + row.end) / 2, y: "rank", text: "micro", fill: "white", fontSize: 10.5, fontWeight: 600, pointerEvents: "none" }),
-        Plot.tip(rows, Plot.pointer({ x: (row) => (row.start + row.end) / 2, y: "rank", fill: "var(--paper)", stroke: "var(--line)",
-          title: (row) => `rank ${row.rank}: ${data.kinds[row.kind]}${row.stage < 0 ? "" : `\nstage ${row.stage}, micro-batch ${row.micro}`}\n${seconds(row.end - row.start)}, from ${seconds(row.start)}` })),
+        Plot.tip(anchors, Plot.pointer({ x: "at", y: "rank", fill: "var(--paper)", stroke: "var(--line)",
+          title: ({ row }) => `rank ${row.rank}: ${data.kinds[row.kind]}${row.stage < 0 ? "" : `\nstage ${row.stage}, micro-batch ${row.micro}`}\n${seconds(row.end - row.start)}, from ${seconds(row.start)}` })),
       ],
     }));
   }
