@@ -40,6 +40,8 @@ SHOWING = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--she
 """Flags that print instead of run: rank 0 does, the others have nothing to do."""
 PREPARE = "disttrain.build:prepare"
 USER_ERROR, INTERRUPTED = 2, 130
+UNREAD = 141
+"""Whoever read what is printed has left, as `| head` does; what a shell makes of SIGPIPE."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so once more, at its exit
+        return UNREAD
 
 
 def run(overrides: Sequence[str] = ()) -> Result:

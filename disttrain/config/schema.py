@@ -7,9 +7,12 @@ out by `check`, so that a frozen config holds plain numbers only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from disttrain.config.typed import unknown
 from disttrain.errors import ConfigError
 
 
@@ -104,6 +107,16 @@ class TrainConfig:
     )
 
 
+PRECISIONS = ("fp32", "bf16", "fp8")
+RATED = {
+    "peak_tflops": PRECISIONS,
+    "matmul_tflops": PRECISIONS,
+    "attention_tflops": ("flash", "fused", "triton"),
+    "collectives": ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"),
+}
+"""What a key of the hardware has rates of."""
+
+
 @dataclass
 class HardwareConfig:
     """Devices and cables that `plan` reckons with. Rates are those measured alone, at their best."""
@@ -129,11 +142,29 @@ class HardwareConfig:
     price_per_hour: float | None = key(None, "of one device", "USD")
 
     def __post_init__(self) -> None:
-        """Refuse a collective's figures that can't be reckoned with, from wherever they come."""
-        for kind, figures in self.collectives.items():
-            if len(figures) != 3 or not figures[0] > 0 or min(figures) < 0:
-                found = f"hardware.collectives.{kind}={figures} is not [GB/s, MB, us]: three numbers, the first above zero, none below"
-                raise ConfigError(found, "python -m disttrain doctor, which measures them")
+        """Refuse what can't be reckoned with, from wherever it comes. Nought of a rate stands for one that is not known."""
+        if self.devices_per_node < 1:
+            raise ConfigError(f"hardware.devices_per_node={self.devices_per_node} is no number of devices", "hardware.devices_per_node=1")
+        for name, value in asdict(self).items():
+            if isinstance(value, float) and not 0 <= value < math.inf:
+                raise ConfigError(f"hardware.{name}={value:g} is not a number from zero on", f"hardware.{name}=<a number>")
+            for of, rate in value.items() if isinstance(value, Mapping) else ():
+                self._check_rate(name, of, rate)
+
+    @staticmethod
+    def _check_rate(name: str, of: str, rate: float | list[float]) -> None:
+        place, names = f"hardware.{name}.{of}", RATED.get(name, ())
+        if names and of not in names:
+            raise unknown(place, rate, [f"hardware.{name}.{known}" for known in names])
+        if not names and not (of.isdigit() and int(of) > 0):
+            raise ConfigError(f"hardware.{name} is by numbers of nodes, and {of!r} is none", f"hardware.{name}={{2: {rate}}}")
+        figures = rate if isinstance(rate, list) else [rate]
+        if len(figures) == (3 if name == "collectives" else 1) and figures[0] > 0 and all(0 <= figure < math.inf for figure in figures):
+            return
+        if name == "collectives":
+            found = f"{place}={rate} is not [GB/s, MB, us]: three numbers, the first above zero, none below"
+            raise ConfigError(found, "python -m disttrain doctor, which measures them")
+        raise ConfigError(f"{place}={rate} is no rate: a number above zero", f"{place}=<a rate>")
 
 
 @dataclass

@@ -66,6 +66,9 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "", known: Iter
 
 def check(value: Any, hint: Any, place: str) -> Any:
     """`value` as `hint` wants it; ConfigError if it is of another type."""
+    if get_origin(hint) in (dict, Mapping) and isinstance(value, Mapping):
+        for name, item in value.items():
+            check(item, get_args(hint)[1], f"{place}.{name}")
     found = fit(value, hint)
     if found is NO:
         raise ConfigError(f"{place}={show(value)} is not allowed: it takes {words(hint)}", f"{place}={_instead(value, hint)}")
@@ -77,6 +80,8 @@ def _instead(value: Any, hint: Any) -> str:
     options = list(literals(hint))
     if isinstance(value, str) and options:
         return nearest(value, options) or f"<{words(hint)}>"
+    if get_origin(hint) in (dict, Mapping):
+        return f"{{<name>: <{words(get_args(hint)[1])}>}}"
     kinds = set(get_args(hint)) or {hint}
     if bool in kinds and str(value).lower() in _TRUTH:
         return show(_TRUTH[str(value).lower()])

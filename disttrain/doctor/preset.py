@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from disttrain.config.schema import HardwareConfig
-from disttrain.plan.devices import HERE, preset_of
+from disttrain.plan.devices import CPU, HERE, preset_of
+from disttrain.plan.devices import preset as shipped
 from disttrain.texts import write_text
 
 GIGA, TERA = 1e9, 1e12
@@ -24,7 +25,8 @@ def preset(found: Mapping[str, Any], ranks: int, gpu: str | None, source: str) -
     """
     base = preset_of(gpu) if gpu is not None else HardwareConfig()
     collectives = {kind: line(rows) for kind, rows in found["talk"].items()}
-    link = collectives.get("all_reduce", [base.link_bandwidth, base.link_half_message, base.link_latency])
+    guess = base if base.link_bandwidth else shipped(CPU)  # one rank alone has no links to measure
+    link = collectives.get("all_reduce", [guess.link_bandwidth, guess.link_half_message, guess.link_latency])
     rates = {name: round(found[name] / TERA, 4) for name in ("fp32", "bf16")}
     return HardwareConfig(
         name="here",

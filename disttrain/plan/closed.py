@@ -49,6 +49,19 @@ class Seconds:
         return sum(parts) + sum(self.exposed.values())
 
 
+def lacking(case: Case, hardware: HardwareConfig) -> str | None:
+    """The first key of the hardware without which this case's time can't be reckoned, on as many ranks; None if it has them all."""
+    software, ranks = case.software, case.layout.world
+    needed = {
+        f"matmul_tflops.{software.precision}": hardware.matmul_tflops.get(software.precision),
+        f"attention_tflops.{software.kernel}": software.kernel == "unfused" or hardware.attention_tflops.get(software.kernel),
+        "memory_bandwidth": hardware.memory_bandwidth,
+        "link_bandwidth": ranks == 1 or hardware.devices_per_node == 1 or hardware.link_bandwidth,
+        "network_bandwidth": ranks <= hardware.devices_per_node or hardware.network_by_nodes or hardware.network_bandwidth,
+    }
+    return next((name for name, rate in needed.items() if not rate), None)
+
+
 class Closed:
     """One case on one hardware, counted once; `seconds` of given constants."""
 

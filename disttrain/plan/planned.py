@@ -8,7 +8,7 @@ from typing import Any
 
 from disttrain.config.schema import HardwareConfig
 from disttrain.plan.case import V_SHAPED, Case
-from disttrain.plan.closed import Closed, Seconds
+from disttrain.plan.closed import Closed, Seconds, lacking
 from disttrain.plan.constants import Constants
 from disttrain.plan.memory import GIB, Memory, memory
 from disttrain.plan.network import WIRE, Span
@@ -135,11 +135,14 @@ class Plan:
 def make(case: Case, hardware: HardwareConfig, constants: Constants, notes: list[str] | None = None) -> Plan:
     """Plan a case."""
     precision, notes = case.software.precision, list(notes or [])
-    if precision not in hardware.matmul_tflops and hardware.matmul_tflops:
+    if precision not in hardware.matmul_tflops and "fp32" in hardware.matmul_tflops:
         notes.append(f"{hardware.name} has no rate for {precision}; reckoned with fp32's")
         case = replace(case, software=replace(case.software, precision="fp32"))
-    closed = Closed(case, hardware)
-    seconds = closed.seconds(constants) if hardware.matmul_tflops else None
+    closed, missing = Closed(case, hardware), lacking(case, hardware)
+    if missing is not None:
+        notes.append(f"no times: hardware.{missing} of {hardware.name} is not known")
+    notes = list(dict.fromkeys(notes))  # a plan of a plan says all of them again
+    seconds = closed.seconds(constants) if missing is None else None
     stages = range(case.layout.pp)
     memories = {stage: memory(case, stage) for stage in stages}
     return Plan(case, hardware, seconds, memories, {stage: traffic(case, stage) for stage in stages}, closed.spans, notes)

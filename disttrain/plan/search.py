@@ -16,7 +16,7 @@ from disttrain.config.schema import HardwareConfig
 from disttrain.config.sequence import tokens_multiple_of
 from disttrain.config.world import divisors
 from disttrain.plan.case import FULL, NONE, SPLIT_BACKWARD, Case, Layout, Shape, every
-from disttrain.plan.closed import Closed
+from disttrain.plan.closed import Closed, lacking
 from disttrain.plan.constants import Constants
 from disttrain.plan.memory import GIB, fullest
 from disttrain.plan.planned import USABLE
@@ -49,10 +49,14 @@ class Search:
 
 
 def search(case: Case, world: int, hardware: HardwareConfig, constants: Constants, top: int = 10) -> Search:
-    """Rank the layouts of `case`'s model and batch on `world` ranks. Of each product of degrees, the best of its variants is kept."""
+    """Rank the layouts of `case`'s model and batch on `world` ranks. Of each product of degrees, the best of its variants is kept.
+
+    Where the hardware's rates are not known, all take no time.
+    """
     limit = hardware.memory_gib * GIB * USABLE if hardware.memory_gib else float("inf")
     best: dict[tuple[int, ...], Found] = {}
     tried, fitting, least = 0, 0, float("inf")
+    is_timed = lacking(case, hardware) is None
     for layout in layouts(case, world):
         for recompute in RECOMPUTE:
             one = with_layout(case, replace(layout, recompute=recompute))
@@ -62,7 +66,7 @@ def search(case: Case, world: int, hardware: HardwareConfig, constants: Constant
             if peak > limit:
                 continue
             fitting += 1
-            time = Closed(one, hardware).seconds(constants).step
+            time = Closed(one, hardware).seconds(constants).step if is_timed else 0.0
             key = (layout.tp, layout.cp, layout.pp, layout.zero, layout.ep)
             if key not in best or time < best[key].seconds:
                 best[key] = Found(one, time, peak)

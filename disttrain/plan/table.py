@@ -120,7 +120,7 @@ def summary(plan: Plan, tokens: float | None) -> list[str]:
         rows.append(("training", whole))
     fit = "the device's memory is not known"
     if plan.usable_bytes is not None:
-        fit = f"{'fits' if plan.fits else 'DOES NOT FIT'} {plan.hardware.memory_gib:.1f} GiB, of which tensors get {USABLE:.0%}"
+        fit = f"{'fits' if plan.fits else 'DOES NOT FIT'} {show_bytes(plan.hardware.memory_gib * GIB)}, of which tensors get {USABLE:.0%}"
     rows.append(("memory", f"{show_bytes(plan.peak_bytes)} on the fullest rank: {fit}"))
     return facts(rows)
 
@@ -197,11 +197,8 @@ def assumptions(plan: Plan, constants: Constants) -> list[str]:
 def search_table(found: Search) -> list[str]:
     """The best layouts, and how to ask for the best."""
     rows = [_search_row(number, one) for number, one in enumerate(found.best, 1)]
-    head = ("#", "layout", "micro", "step", "tokens/s", "GiB")
-    whole = [list(row) for row in rows]
-    lines = columns([[row[0] + "  " + row[1], *row[2:]] for row in whole], (f"{head[0]}  {head[1]}", *head[2:]))
     return [
-        *lines,
+        *columns(rows, (" #  layout", "micro", "step", "tokens/s", "memory")),
         "",
         "The first is asked for with:",
         *textwrap.wrap(" ".join(overrides(found.best[0].case)), width(), break_long_words=False, break_on_hyphens=False),
@@ -213,10 +210,9 @@ def _search_row(number: int, one: Found) -> list[str]:
     short = layout_words(case).replace("dp_replicate", "rep").replace("dp_shard", "shard").replace("sequence parallel", "sp")
     short = short.replace("interleaved_1f1b", "interleaved").replace("recompute", "rc")
     return [
-        str(number),
-        short,
+        f"{number:>2}  {short}",
         str(case.layout.micro_batch),
         show_seconds(one.seconds),
         show_count(case.step_tokens / one.seconds),
-        f"{one.peak_bytes / GIB:.0f}",
+        show_bytes(one.peak_bytes),
     ]

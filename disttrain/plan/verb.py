@@ -11,8 +11,10 @@ from disttrain.config.check import check_numbers
 from disttrain.config.schema import Config, HardwareConfig
 from disttrain.errors import ConfigError
 from disttrain.plan import beside, draw, table, walls
+from disttrain.plan.closed import lacking
 from disttrain.plan.constants import Constants
 from disttrain.plan.devices import AUTO, CPU, preset, resolve
+from disttrain.plan.memory import GIB
 from disttrain.plan.planned import Plan, make, overrides
 from disttrain.plan.search import Search, search
 from disttrain.plan.settle import precision_of, settle
@@ -121,7 +123,7 @@ def nearest(plan: Plan, constants: Constants) -> Plan:
     """The layout that fits and keeps most of what was asked for; the plan itself, with a word, where none fits."""
     found = search(plan.case, plan.case.layout.world, plan.hardware, constants, top=10_000)
     needs = f"{table.layout_words(plan.case)} needs {walls.show_bytes(plan.peak_bytes)} a rank"
-    before = f"{needs} and a device has {plan.hardware.memory_gib:.0f} GiB"
+    before = f"{needs} and a device has {walls.show_bytes(plan.hardware.memory_gib * GIB)}"
     if not found.best:
         fewest = (
             f"of all {found.num_tried} layouts on {plan.case.layout.world} ranks the smallest needs {walls.show_bytes(found.least_bytes)}"
@@ -136,8 +138,9 @@ def nearest(plan: Plan, constants: Constants) -> Plan:
 
 def _search(config: Config, plan: Plan, constants: Constants) -> int:
     hardware, world = plan.hardware, plan.case.layout.world
-    if not hardware.matmul_tflops:
-        raise ConfigError(f"a search needs rates, and none are known for {hardware.name}", "hardware=h100")
+    missing = lacking(plan.case, hardware)
+    if missing is not None:
+        raise ConfigError(f"a search needs rates, and hardware.{missing} of {hardware.name} is not known", "hardware=h100")
     found = search(plan.case, world, hardware, constants, config.plan.top)
     if not found.best:
         raise ConfigError(

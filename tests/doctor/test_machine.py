@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from disttrain import cli
 from disttrain.config.schema import HardwareConfig
@@ -52,16 +51,15 @@ def test_half_of_the_bandwidth_is_found_between_two_sizes() -> None:
     assert half_message(rows, peak, latency) == pytest.approx(ramp, rel=0.2)  # sizes lie a factor of three apart
 
 
-@pytest.mark.parametrize("figures", [[1.0], [0.0, 1.0, 1.0], [1.0, -1.0, 1.0], []])
-def test_figures_of_a_collective_that_cant_be_reckoned_with(
-    figures: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_measured_preset_that_was_spoilt_is_refused_wherever_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     preset = HardwareConfig(name="here", matmul_tflops={"fp32": 0.05}, attention_tflops={"flash": 0.02}, memory_bandwidth=8.0)
     file = store(replace(preset, link_bandwidth=1.0, collectives={"all_gather": [1.0, 1.0, 1.0]}), tmp_path)
-    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"collectives": {"all_gather": figures}}))
+    file.write_text(file.read_text().replace("all_gather:", "all_gathre:"))
     for words in (["hardware=here"], []):
         assert cli.main(["plan", *words]) == 2
         said = capsys.readouterr().err
-        assert "hardware.collectives.all_gather" in said
+        assert "the nearest is 'hardware.collectives.all_gather'" in said
         assert "Traceback" not in said

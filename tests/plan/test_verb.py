@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 
 import pytest
@@ -157,3 +159,54 @@ def test_what_the_search_offers_passes_the_check_of_a_training(capsys: pytest.Ca
         check(config)
         assert settle(config).notes == []
         assert settle(config).case.layout.world == 16
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("hardware.link_bandwidth=-1", "hardware.link_bandwidth=-1"),
+        ("hardware.memory_gib=inf", "hardware.memory_gib=inf"),
+        ("hardware.devices_per_node=0", "hardware.devices_per_node=0"),
+        ("hardware.matmul_tflops={fp32: 0}", "hardware.matmul_tflops.fp32=0.0 is no rate"),
+        ("hardware.matmul_tflops={bf61: 1}", "the nearest is 'hardware.matmul_tflops.bf16'"),
+        ("hardware.network_by_nodes={two: 1}", "'two' is none"),
+        ("hardware.collectives=3", "try: hardware.collectives={<name>: <a list of numbers>}"),
+        ("hardware.collectives={all_redcue: [1, 1, 1]}", "the nearest is 'hardware.collectives.all_reduce'"),
+        ("hardware.collectives={all_reduce: 0.4}", "hardware.collectives.all_reduce=0.4 is not allowed: it takes a list of numbers"),
+        ("hardware.collectives={all_gather: [1]}", "hardware.collectives.all_gather"),
+        ("hardware.collectives={all_gather: [0, 1, 1]}", "hardware.collectives.all_gather"),
+        ("hardware.collectives={all_gather: [1, -1, 1]}", "hardware.collectives.all_gather"),
+    ],
+)
+def test_hardware_that_cant_be_reckoned_with_is_one_message(word: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "hardware=h100", word]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "missing"),
+    [
+        ("hardware.link_bandwidth=0", "link_bandwidth"),
+        ("hardware.memory_bandwidth=0", "memory_bandwidth"),
+        ("~hardware.matmul_tflops.fp32", "matmul_tflops.fp32"),
+        ("~hardware.attention_tflops.flash", "attention_tflops.flash"),
+    ],
+)
+def test_without_a_rate_there_are_no_times_and_no_search(word: str, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["hardware=cpu", word, "launch.world_size=2"]
+    for more in ([], ["hardware.memory_gib=0.025"]):  # nor in the nearest that fits
+        found = planned(capsys, *words, *more)
+        assert "seconds" not in found
+        assert any(f"no times: hardware.{missing}" in note for note in found["notes"])
+    assert cli.main(["plan", "plan.search=true", *words]) == 2
+    assert f"hardware.{missing}" in capsys.readouterr().err
+
+
+def test_whoever_reads_a_page_may_leave() -> None:
+    """As `| head` does: no traceback."""
+    with subprocess.Popen([sys.executable, "-m", "disttrain", "plan"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        assert running.stderr is not None
+        assert running.stderr.read() == b""
+    assert running.returncode == 141
