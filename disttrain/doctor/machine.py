@@ -24,6 +24,7 @@ from disttrain.launch.environment import detect, threads_per_rank
 from disttrain.launch.local import choose_start_method, import_warm
 from disttrain.launch.world import run_world
 from disttrain.plan.devices import machine_bytes
+from disttrain.plan.network import WIRE_FORMULA
 from disttrain.plan.table import columns, facts, show_seconds, title
 from disttrain.plan.walls import show_bytes
 
@@ -148,16 +149,22 @@ def page(found: Mapping[str, Any]) -> list[str]:
     attention, memory = f"{rates['attention'] / 1e9:,.4g} GFLOP/s, causal, forward", f"{rates['memory'] / 1e9:,.4g} GB/s"
     lines += facts([("products", products), ("attention", attention), ("memory", memory)])
     if rates["talk"]:
-        lines += [*title(f"Collectives over {ranks} ranks: seconds of a call, MB/s by what a rank sends of it"), *talk(rates["talk"])]
+        lines += [
+            *title(f"Collectives over n = {ranks} ranks: seconds of a call, MB/s of the bytes that a rank sends"),
+            *talk(rates["talk"]),
+        ]
     how = f"{found['preset']}: `plan` takes it here from now on (hardware=auto), or anywhere by hardware=here"
     return [*lines, *title("Preset"), *facts([("", how)])]
 
 
 def talk(sweeps: Mapping[str, Any]) -> list[str]:
-    """A row a collective, a column a size."""
+    """A row a collective, with what a rank sends of a tensor by its formula, and a column a size of the whole tensor."""
     sizes = [row["bytes"] for row in next(iter(sweeps.values()))]
-    rows = [[name, *(f"{show_seconds(r['seconds'])} {r['bytes_per_second'] / 1e6:,.0f}" for r in sweep)] for name, sweep in sweeps.items()]
-    return columns(rows, ("", *(show_bytes(size) for size in sizes)))
+    rows = [
+        [name, WIRE_FORMULA[name], *(f"{show_seconds(r['seconds'])} {r['bytes_per_second'] / 1e6:,.0f}" for r in sweep)]
+        for name, sweep in sweeps.items()
+    ]
+    return columns(rows, ("", "sends", *(show_bytes(size) for size in sizes)))
 
 
 def _is_free(port: int) -> bool:

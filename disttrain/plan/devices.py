@@ -25,7 +25,7 @@ GIB = 2.0**30
 def resolve(hardware: HardwareConfig, ranks: int = 1) -> HardwareConfig:
     """The hardware itself: `auto` is what `doctor` measured here, else the preset of the first GPU, with its own memory, else `cpu`.
 
-    `ranks` share out a CPU machine's memory.
+    `ranks`, those of one machine, share out a CPU machine's memory, and its cores if they are more than were measured at once.
     """
     if hardware.name == AUTO:
         found = gpu() if num_gpus() else None
@@ -35,8 +35,31 @@ def resolve(hardware: HardwareConfig, ranks: int = 1) -> HardwareConfig:
             return replace(measured or preset_of(name), memory_gib=num_bytes / GIB)
         hardware = measured or preset(CPU)
     if not hardware.device and not hardware.memory_gib:
-        return replace(hardware, memory_gib=machine_bytes() / max(1, ranks) / GIB)
+        return replace(_crowded(hardware, ranks), memory_gib=machine_bytes() / max(1, ranks) / GIB)
     return hardware
+
+
+def _crowded(hardware: HardwareConfig, ranks: int) -> HardwareConfig:
+    """A CPU machine with so many ranks: each has its share of what those had that were measured together."""
+    share = hardware.devices_per_node / ranks
+    if share >= 1:
+        return hardware
+    return replace(
+        hardware,
+        source=f"{hardware.source}; {ranks} ranks share out what those {hardware.devices_per_node} had",
+        devices_per_node=ranks,
+        peak_tflops=_scaled(hardware.peak_tflops, share),
+        matmul_tflops=_scaled(hardware.matmul_tflops, share),
+        attention_tflops=_scaled(hardware.attention_tflops, share),
+        memory_bandwidth=hardware.memory_bandwidth * share,
+        link_bandwidth=hardware.link_bandwidth * share,
+        link_latency=hardware.link_latency / share,
+        collectives={kind: [peak * share, half, wait / share] for kind, (peak, half, wait) in hardware.collectives.items()},
+    )
+
+
+def _scaled(rates: dict[str, float], share: float) -> dict[str, float]:
+    return {name: rate * share for name, rate in rates.items()}
 
 
 @functools.cache

@@ -24,6 +24,15 @@ WIRE: Mapping[str, Callable[[int], float]] = {
     "receive": lambda n: 0.0,
 }
 """Bytes a rank sends for one byte of the whole tensor (of its own part, for all_to_all)."""
+WIRE_FORMULA: Mapping[str, str] = {
+    "all_reduce": "2(n-1)/n",
+    "all_gather": "(n-1)/n",
+    "reduce_scatter": "(n-1)/n",
+    "all_to_all": "(n-1)/n",
+    "broadcast": "1",
+    "send": "1",
+}
+"""The same of n ranks, for a person."""
 
 
 @dataclass(frozen=True, slots=True)

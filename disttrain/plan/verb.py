@@ -56,7 +56,7 @@ def main(config: Config, parameters: float | None, typed: Sequence[str]) -> int:
     precision, said = _precision(config, hardware, typed)
     settled = settle(config, precision)
     settled.notes[:0] = said
-    hardware = resolve(config.hardware, settled.case.layout.world)
+    hardware = resolve(config.hardware, settled.case.layout.world // config.launch.nodes)
     plan = make(settled.case, hardware, constants, settled.notes)
     if config.plan.search:
         return _search(config, plan, constants)

@@ -12,6 +12,7 @@ from disttrain import cli
 from disttrain.config.schema import HardwareConfig
 from disttrain.doctor import bench, machine
 from disttrain.doctor.preset import half_message, store
+from disttrain.plan.network import WIRE, WIRE_FORMULA
 
 FACTORS = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5, "broadcast": 1.0, "all_to_all": 0.5, "send": 1.0}
 """Of the whole tensor's bytes, what one of two ranks sends: 2(n-1)/n, (n-1)/n, ..."""
@@ -43,6 +44,12 @@ def test_a_machine_becomes_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads(capsys.readouterr().out)["hardware"] == "h100"
     print("\n".join(machine.page(found)))
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("kind", bench.COLLECTIVES)
+def test_the_formula_that_is_shown_is_the_one_that_is_reckoned_with(kind: str) -> None:
+    for n in (2, 3, 8):
+        assert eval(WIRE_FORMULA[kind].replace("2(", "2*("), {"n": n}) == pytest.approx(WIRE[kind](n))
 
 
 def test_half_of_the_bandwidth_is_found_between_two_sizes() -> None:

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from disttrain import cli
 from disttrain.build import build_model
 from disttrain.config.check import check
 from disttrain.config.compose import compose, composer, parse
-from disttrain.config.schema import Config
+from disttrain.config.schema import Config, HardwareConfig
 from disttrain.plan.devices import preset_of, resolve
 from disttrain.plan.settle import GPT as TARGET
 from disttrain.plan.settle import settle, shape_of
@@ -123,6 +124,18 @@ def test_hardware_by_the_drivers_name() -> None:
     assert not unknown.matmul_tflops
     auto = settled("hardware=auto").hardware
     assert resolve(auto, 1).name in ("cpu", *(file.stem for file in (ROOT / "conf/hardware").glob("*.yaml")))
+
+
+def test_more_ranks_than_were_measured_share_out_a_machine() -> None:
+    here = HardwareConfig(name="here", devices_per_node=2, matmul_tflops={"fp32": 0.05}, link_bandwidth=1.0, link_latency=50.0)
+    alone, crowded = resolve(here, 2), resolve(replace(here, collectives={"all_reduce": [0.4, 0.1, 20.0]}), 4)
+    assert alone.matmul_tflops == {"fp32": 0.05}
+    assert (crowded.devices_per_node, crowded.matmul_tflops, crowded.link_bandwidth, crowded.link_latency) == (4, {"fp32": 0.025}, 0.5, 100)
+    assert crowded.collectives == {"all_reduce": [0.2, 0.1, 40.0]}
+    assert crowded.memory_gib == pytest.approx(alone.memory_gib / 2)
+    assert "4 ranks share out" in crowded.source
+    gpus = replace(here, device="H100", memory_gib=80.0)
+    assert resolve(gpus, 16) == gpus  # two nodes of eight
 
 
 def test_precision_of_products_is_bf16_on_a_gpu_unless_asked_for() -> None:
