@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain.config.typed import nearest
 from disttrain.errors import ConfigError, UserError
+from disttrain.launch.outcome import INTERRUPTED, USER_ERROR, WorldError
+from disttrain.launch.signals import StopAsked, stop_raises
 from disttrain.reading.verb import main as read_run
 from disttrain.reading.verb import names_folder
 from disttrain.secrecy import not_for_all_to_write
@@ -39,7 +41,6 @@ ENTRY = "disttrain.build:train"
 SHOWING = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 """Flags that print instead of run: rank 0 does, the others have nothing to do."""
 PREPARE = "disttrain.build:prepare"
-USER_ERROR, INTERRUPTED = 2, 130
 UNREAD = 141
 """Whoever read what is printed has left, as `| head` does; what a shell makes of SIGPIPE."""
 
@@ -69,8 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"disttrain: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except WorldError as error:
+        from disttrain.launch.local import say
+
+        say(error.outcome.failure or error.outcome.reason)
+        return error.outcome.exit_code
+    except KeyboardInterrupt as asked:
+        return asked.exit_code if isinstance(asked, StopAsked) else INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so once more, at its exit
         return UNREAD
@@ -175,15 +181,16 @@ def _compose_and_run(verb: str, words: list[str], environment: Environment) -> i
                 raise ConfigError(f"{verb} starts its own ranks, so {environment.launcher} can't", f"python -m disttrain {verb} ...")
             from disttrain.launch.local import import_warm
 
-            import_warm()
-            config = ready(config, environment, os.getcwd())
-            if verb == "doctor":
-                from disttrain.doctor import verb as doctor
+            with stop_raises():  # they make no record that a stop could close
+                import_warm()
+                config = ready(config, environment, os.getcwd())
+                if verb == "doctor":
+                    from disttrain.doctor import verb as doctor
 
-                return doctor.main(config, partial(_again, app, request, environment))
-            from disttrain.verify import verb as verify
+                    return doctor.main(config, partial(_again, app, request, environment))
+                from disttrain.verify import verb as verify
 
-            return verify.main(config, request.overrides)
+                return verify.main(config, request.overrides)
         return _train(app, request, composed, config, environment, resumed).exit_code
 
 

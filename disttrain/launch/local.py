@@ -89,6 +89,8 @@ class Supervisor:
     """Starts after a failure that is not the user's."""
     grace_seconds: float = 30.0
     """From a stop request to the end of ranks that have not left."""
+    ends_at_once: bool = False
+    """Whether a stop signal ends the ranks instead of asking them to stop: they hold nothing that could be lost."""
     log_file: Callable[[int], Path] | None = None
     """Where the output of rank n goes; None: where this process's goes."""
     announce: Callable[[str | Failure], None] = say
@@ -135,7 +137,7 @@ class Supervisor:
         if failure is not None:
             code = USER_ERROR if failure.is_users else FAILED
             return Outcome(code, f"rank {failure.rank}: {failure.kind}: {failure.message}", failure, results)
-        if page.was_seen:
+        if page.was_seen or (self.ends_at_once and signals.name is not None):
             return Outcome(signals.exit_code, f"stopped by {signals.name}", None, results)
         return Outcome(DONE, "", None, results)
 
@@ -161,6 +163,8 @@ class Supervisor:
         while alive := [rank for rank in ranks if rank.poll() is None]:
             if first_failure([rank for rank in ranks if rank.status is not None]) is not None:
                 return None
+            if signals.name is not None and self.ends_at_once:
+                return f"stopped by {signals.name}"
             if signals.name is not None and not announced:
                 self.announce(f"{signals.name}: the run stops after its step (Ctrl-C ends it at once)")
                 announced = True

@@ -18,9 +18,9 @@ def run_world(entry: Callable[..., Any], world_size: int, args: tuple[Any, ...] 
     """Run `entry(place, *args)` on `world_size` ranks in a process group and return their results by rank.
 
     Forked ranks see this process as it is, so `entry` may be a closure; results must be picklable. Options are those
-    of `supervise`. Raises UserError as a rank raised it, WorldError if a rank failed or the world was stopped.
+    of `supervise`. A stop signal ends it. Raises UserError as a rank raised it, WorldError if a rank failed or the world was stopped.
     """
-    outcome = supervise(entry, world_size, args, **options)
+    outcome = supervise(entry, world_size, args, ends_at_once=True, **options)
     outcome.raise_failure()
     return outcome.results
 
@@ -52,6 +52,7 @@ def supervise(
     start_method: str = "auto",
     timeout_seconds: float = 60.0,
     grace_seconds: float = 10.0,
+    ends_at_once: bool = False,
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
     interface: str = "auto",
@@ -65,5 +66,5 @@ def supervise(
             import_warm(warm)
         from disttrain.launch.worker import run_in_group
 
-        supervisor = Supervisor(world_size, method, threads, max_restarts, grace_seconds, log_file)
+        supervisor = Supervisor(world_size, method, threads, max_restarts, grace_seconds, ends_at_once, log_file)
         return supervisor.run(partial(run_in_group, entry=entry, args=args, device=device, timeout_seconds=timeout_seconds))

@@ -66,7 +66,7 @@ def rehearse(config: Config, case: Case) -> Rehearsal:
     if method == "fork":
         import_warm(WARM)
     workers = max(1, min(len(tasks), os.cpu_count() or 1))
-    outcome = Supervisor(workers, method).run(partial(_share, config=config, tasks=tasks, workers=workers))
+    outcome = Supervisor(workers, method, ends_at_once=True).run(partial(_share, config=config, tasks=tasks, workers=workers))
     outcome.raise_failure()
     done = [one for results, *_ in outcome.results for one in results]
     counts = {}

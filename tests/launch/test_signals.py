@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from disttrain.launch.outcome import WorldError
 from disttrain.launch.place import Place
 from disttrain.launch.signals import ONE_PRESS_SECONDS
-from disttrain.launch.world import supervise
+from disttrain.launch.world import run_world, supervise
 from tests.launch.processes import exit_code, fork_owner, sign_in, signed_in, still_alive
 
 
@@ -87,6 +88,25 @@ def test_ranks_that_do_not_stop_are_ended_after_the_grace_time(tmp_path: Path) -
     os.kill(parent, signal.SIGTERM)
     assert exit_code(parent) == 143
     assert 0.4 < time.monotonic() - start < 5
+    assert not still_alive(ranks, seconds=0)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_ends_at_once_what_only_computes(number: signal.Signals, tmp_path: Path) -> None:
+    def own() -> int:
+        try:
+            run_world(stubborn, 2, (tmp_path,))
+        except WorldError as error:
+            return error.outcome.exit_code if str(error) == f"stopped by {number.name}" else 98
+        return 99
+
+    parent = fork_owner(own)
+    ranks = signed_in(tmp_path, 2)
+    start = time.monotonic()
+    os.kill(parent, number)
+    assert exit_code(parent) == 128 + number
+    assert time.monotonic() - start < 5
     assert not still_alive(ranks, seconds=0)
 
 
