@@ -141,7 +141,7 @@ def test_training_does_not_wait_and_survives_a_broken_wandb(tmp_path, monkeypatc
     import wandb
 
     def slow(**arguments):
-        time.sleep(0.5)
+        time.sleep(1.0)
         raise RuntimeError("no disk")
 
     monkeypatch.setattr(wandb, "init", slow)
@@ -149,7 +149,7 @@ def test_training_does_not_wait_and_survives_a_broken_wandb(tmp_path, monkeypatc
     callback = WandB()
     before = time.perf_counter()
     follow(callback, trainer, [(step, {"train/loss": 1.0}) for step in range(1, 50)], end=False)
-    assert time.perf_counter() - before < 0.25
+    assert time.perf_counter() - before < 0.8
     callback.on_fit_end(trainer)
     assert "W&B gave up, and the run goes on without it: RuntimeError: no disk" in caplog.text
 

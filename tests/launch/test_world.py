@@ -140,7 +140,7 @@ def test_a_rank_that_never_hears_of_the_failure_is_ended_and_says_where_it_stood
 
     start = time.monotonic()
     assert supervise(entry, 2, log_file=lambda rank: tmp_path / f"{rank}.log").exit_code == 1
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert "in entry" in (tmp_path / "1.log").read_text()
 
 

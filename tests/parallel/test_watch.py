@@ -15,7 +15,7 @@ from disttrain.parallel.timing import HostClock, Recorder, Timed
 from disttrain.parallel.watch import unwatch, watch
 
 CPU = torch.device("cpu")
-SLEEP = 0.05
+SLEEP = 0.25
 
 
 def recorded(place: Place, skew: float = 0.0, several_hosts: bool = False) -> list[Timed]:
