@@ -66,7 +66,7 @@ class Synced(Update):
         super().__call__(report)
         self._asked += report.verdict
         report.verdict = torch.zeros_like(self._asked)
-        if self._is_sync(self.num_calls):
+        if self._is_sync(report.number):
             report.verdict = collectives.all_reduce(self._asked, self.axis)
             self._asked.zero_()
             self._average()

@@ -127,6 +127,8 @@ class Report:
     """1.0 where the update must not be made (overflow, no valid target, asked for), else 0.0; float32."""
     measured: Tensor
     """What each rank measured [world, values]; empty between log points."""
+    number: int
+    """Of the step in the run, from 1: a roll-back does not take it back."""
 
     def on(self, device: torch.device) -> Report:
         """The report with what an update needs of it on `device`: the host waits, where weights lie there."""

@@ -258,7 +258,8 @@ class Strategy:
         # where nobody else holds samples the host knows the counts
         has_targets = step.counted().any() if self._data.size > 1 else any(step.local_counts.values())
         by_rank = rest[local.num_terms :].view(self._world.size, num_measured)
-        return Report(losses.view(-1, local.num_terms), step.counted(), norm, agreed[1:], self._gate(agreed, has_targets), by_rank)
+        skip = self._gate(agreed, has_targets)
+        return Report(losses.view(-1, local.num_terms), step.counted(), norm, agreed[1:], skip, by_rank, step.number + 1)
 
     def weights(self) -> dict[str, tuple[Tensor, Layout]]:
         """This rank's part of every parameter, and the buffers, which are whole on every rank."""

@@ -66,4 +66,5 @@ def report(loss=1.0, skip=0.0):
         verdict=torch.zeros(len(Verdict)),
         skip=torch.tensor(skip),
         measured=torch.zeros(1, 0),
+        number=1,
     )

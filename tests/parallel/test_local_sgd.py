@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from disttrain import build
 from disttrain.checkpoint.save import save
 from disttrain.data.adapt import numbered
 from disttrain.data.dataset import Order
@@ -20,6 +21,7 @@ from disttrain.parallel.batch_norm import ALONE
 from disttrain.parallel.local_sgd import Synced
 from disttrain.parallel.step import Report, Verdict
 from disttrain.parallel.update import Update
+from disttrain.record import RunFolder
 from disttrain.train.assembly import make_feed
 from disttrain.train.batch import Slice
 from disttrain.train.state import restore, state_of
@@ -162,6 +164,33 @@ def test_requests_wait_for_a_sync_and_rows_are_everybodys(run_world: RunWorld) -
     of_epoch = next(row for row in rows if "train/epoch_loss" in row)
     weighted = sum(row["train/loss"] * row["train/targets"] for row in rows[:3]) / sum(row["train/targets"] for row in rows[:3])
     assert of_epoch["train/epoch_loss"] == pytest.approx(weighted, rel=1e-6)
+
+
+def goes_back(trainer: Trainer) -> None:
+    if trainer.progress.step == 6:
+        trainer.progress.request(Verdict.ROLL_BACK, "a spike")
+
+
+@pytest.mark.world(2)
+def test_after_a_roll_back_syncs_fall_on_the_same_steps(run_world: RunWorld, tmp_path: Path) -> None:
+    """The weights of step 4 come back at step 8; what is measured there, saved there, and left at the end is one model."""
+    folder = RunFolder.make(tmp_path)
+    checkpoint = {"_target_": "disttrain.callbacks.checkpoint.Checkpoint", "every": 4, "keep_last": None}
+
+    def run(place: Place) -> list[torch.Tensor]:
+        config = tiny.config(dp=2, strategy={"sync_every": 4}, callbacks={"checkpoint": checkpoint}, steps=10, eval_every=4)
+        trainer = build.build_trainer(config, folder, place)
+        found: list[torch.Tensor] = []
+        trainer._on["on_train_step_start"].append(goes_back)
+        trainer._on["on_validation_start"].append(lambda t: found.append(flat(t).clone()))
+        trainer.fit()
+        return [*found, flat(trainer)]
+
+    first, second = run_world(run)
+    assert torch.equal(first[0], first[1]), "step 8 has the weights of step 4 again"
+    assert len(first) == 4
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
 
 
 def saved_at_four(place: Place, folder: Path, **config: Any) -> list[dict[str, float]]:
