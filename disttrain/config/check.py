@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,10 @@ NOT_NEGATIVE = {
 }
 
 
+OF_THE_LOSS = ("loss", "perplexity", "bits_per_byte")
+"""What an evaluation gives by itself."""
+
+
 def check(config: Config, launched: int | None = None) -> Config:
     """The config with its automatic values worked out. `launched` is the world that torchrun or srun started, if one did.
 
@@ -67,6 +71,7 @@ def check(config: Config, launched: int | None = None) -> Config:
     check_batch(config)
     check_pipeline(config)
     check_callbacks(config)
+    check_metrics(config.metrics)
     check_local_sgd(config)
     config.strategy = check_deepspeed(config)
     return config
@@ -277,6 +282,14 @@ def check_callbacks(config: Config) -> None:
             f"strategy.gather_dtype=bf16 rounds weights, and {key}={precision} computes with more of them than is left",
             f"{key}=bf16, or strategy.gather_dtype=weights",
         )
+
+
+def check_metrics(names: Container[str]) -> None:
+    """No metric of the user's takes the name of a number that follows from the loss."""
+    for name in OF_THE_LOSS:
+        if name in names:
+            found = f"metrics.{name}: val/{name} is the name of what an evaluation gives by itself, of the loss"
+            raise ConfigError(found, f"metrics.my_{name}._target_=... instead of metrics.{name}._target_=...")
 
 
 def _key_of(config: Config, target: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from disttrain.config.check import check_numbers
+from disttrain.config.check import check_metrics, check_numbers
 from disttrain.config.components import needs_whole
 from disttrain.config.deepspeed import Batch
 from disttrain.config.schema import Config, TrainConfig
@@ -123,6 +123,7 @@ def make_feed(data: DataModule, dataset: Dataset, order: Order, part: Slice, str
 
 def make_evaluator(data: DataModule, part: Slice, strategy: Strategy, metrics: Mapping[str, Any]) -> Evaluator | None:
     """What measures the validation split; None without one."""
+    check_metrics(metrics)
     split = data.validation()
     if split is None:
         return None

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from disttrain.errors import ConfigError
 from disttrain.models.task import loss_names
 from disttrain.parallel import collectives
 from disttrain.parallel.materialise import share_buffers
@@ -86,7 +87,11 @@ class Evaluator:
             named["perplexity"] = math.exp(min(means[0], 700.0))
             if self.bytes_per_token:
                 named["bits_per_byte"] = means[0] / math.log(2) / self.bytes_per_token
-        named |= self.metrics.compute()
+        measured = self.metrics.compute()
+        if taken := sorted(named.keys() & measured.keys()):
+            found = f"a metric is called '{taken[0]}', which is a name of the loss's own: val/{taken[0]} would be two things"
+            raise ConfigError(found, "another name for it, in metrics or in the task's metrics()")
+        named |= measured
         return {f"{prefix}/{name}{suffix}": value for name, value in named.items()}
 
     def _leave_if_stopped(self) -> None:

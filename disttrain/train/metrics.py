@@ -48,7 +48,8 @@ class MetricSet:
             for name, metric in given.items():
                 parts = {f"{name}_{part}": one for part, one in metric.items()} if hasattr(metric, "items") else {name: metric}
                 for part, one in parts.items():
-                    one.distributed_available_fn = lambda: False  # the exchange is ours
+                    for inner in _parts(one):
+                        inner.distributed_available_fn = lambda: False  # the exchange is ours
                     self._metrics[part] = one.to(self.device)
         return self._metrics
 

@@ -164,3 +164,10 @@ def test_a_sequence_fits_the_model_and_the_ranks(checked: Make) -> None:
     with pytest.raises(ConfigError, match=r"dataset.context=256 is longer than model.max_seq_len=128") as caught:
         checked("dataset.context=256")
     assert caught.value.remedy == "model.max_seq_len=256"
+
+
+@pytest.mark.parametrize("name", ["loss", "perplexity", "bits_per_byte"])
+def test_a_metric_takes_no_name_of_the_losss(checked: Make, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"metrics.{name}: val/{name} is the name of what an evaluation gives by itself"):
+        checked(f"metrics.{name}._target_=torchmetrics.MeanMetric")
+    checked(f"metrics.my_{name}._target_=torchmetrics.MeanMetric")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
-from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
+from torchmetrics import ClasswiseWrapper, MeanMetric, MetricCollection, MinMaxMetric, PearsonCorrCoef, SumMetric
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score, MulticlassStatScores
 from torchmetrics.regression import SpearmanCorrCoef
 
 from disttrain.launch.world import run_world
@@ -38,6 +38,17 @@ def binary():
 def multiclass():
     parts = MetricCollection({"accuracy": MulticlassAccuracy(3, average="none"), "f1": MulticlassF1Score(3)})
     return {"of": parts}
+
+
+class Seen(SumMetric):
+    """How many samples there are."""
+
+    def update(self, outputs, targets):
+        super().update(torch.ones(len(targets)))
+
+
+def nested():
+    return {"by": ClasswiseWrapper(MulticlassStatScores(3, average=None)), "more": Seen() + 0.0, "range": MinMaxMetric(Seen())}
 
 
 def measure(mesh, make, outputs, targets, batches):
@@ -125,6 +136,19 @@ def test_a_mean_state_weighs_ranks_by_their_samples():
 
     for found in run_world(entry, 3, timeout_seconds=30):
         assert found == pytest.approx({"own_value": 38 / 8, "own_seen": 8, "own_largest": 9.0})
+
+
+@pytest.mark.world(2)
+def test_metrics_inside_others_are_made_whole_once():
+    """A wrapper and a sum of metrics keep their states in metrics of their own, which would sum over ranks again."""
+    expected = alone(nested, LOGITS, CLASSES)
+
+    def entry(place):
+        mesh = Mesh({"dp_replicate": 2}, place.rank)
+        return measure(mesh, nested, LOGITS, CLASSES, [[[0, 1, 2, 3, 4]], [[5, 6, 7]]])
+
+    for first, second in run_world(entry, 2, timeout_seconds=30):
+        assert first == second == expected
 
 
 @pytest.mark.world(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,10 +67,20 @@ def test_position_and_its_state() -> None:
 # --- what a trainer refuses ---------------------------------------------------------------------------------------------
 
 
-def small(num_samples: int = 16, callbacks: dict[str, Callback] | None = None) -> Trainer:
+def small(num_samples: int = 16, callbacks: dict[str, Callback] | None = None, num_validation: int = 0, **settings: Any) -> Trainer:
     model = GPT(num_layers=1, num_heads=2, hidden_size=8, vocab_size=8, max_seq_len=4)
-    data = Synthetic(kind="tokens", context=4, vocab_size=8, num_samples=num_samples, num_validation=0)
-    return Trainer(model, data, steps=2, global_batch_size=8, callbacks=callbacks or {})
+    data = Synthetic(kind="tokens", context=4, vocab_size=8, num_samples=num_samples, num_validation=num_validation)
+    return Trainer(model, data, steps=2, global_batch_size=8, callbacks=callbacks or {}, **settings)
+
+
+def test_a_metric_that_is_called_as_a_number_of_the_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"metrics.loss: val/loss is the name"):
+        small(metrics={"loss": object()})
+    trainer = small(num_validation=8)
+    assert trainer.evaluator is not None
+    monkeypatch.setattr(trainer.evaluator.metrics, "compute", lambda: {"perplexity": 2.0})  # of the task's own
+    with pytest.raises(ConfigError, match="a metric is called 'perplexity'"):
+        trainer.evaluate()
 
 
 def test_less_data_than_one_global_batch_is_refused() -> None:
