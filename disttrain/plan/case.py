@@ -52,9 +52,29 @@ class Shape:
     """Query, key and value are one matrix, gate and up another."""
     longest: int = 0
     """Tokens that the model can see, by which its stages are balanced; 0: not known."""
-    dense_layers: int = 0
-    """Layers at the beginning that have a feed-forward of width `dense_ffn` instead of experts."""
+    every: int = 1
+    """Of the layers, every n-th has experts; the others have a feed-forward of width `dense_ffn`."""
     dense_ffn: int = 0
+    """0: `ffn`."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, has experts in place of a feed-forward."""
+        return self.experts > 0 and (layer + 1) % self.every == 0
+
+    @property
+    def sparse_share(self) -> float:
+        """Share of the layers that have experts."""
+        return self.layers // self.every / self.layers if self.experts else 0.0
+
+    @property
+    def fed(self) -> int:
+        """Width of a feed-forward without experts."""
+        return self.dense_ffn or self.ffn
+
+    @property
+    def cut_by_tensor(self) -> tuple[int, ...]:
+        """What the tensor axis must divide."""
+        return self.kv_heads, self.heads, self.vocab, self.ffn, self.fed
 
     @property
     def head_dim(self) -> int:
@@ -76,19 +96,22 @@ class Shape:
         """Matrices of one layer's attention: query, key, value, output."""
         return self.hidden * (2 * self.hidden + 2 * self.kv_width)
 
-    def feed_forward_parameters(self, active: bool = False) -> float:
-        """Mean over layers of the feed-forward's matrices; `active`: of those a token passes through."""
-        dense = self.matrices * self.hidden * (self.dense_ffn or self.ffn)
-        if not self.experts:
-            return self.matrices * self.hidden * self.ffn
+    def of_feed_forward(self, is_sparse: bool, active: bool = False) -> int:
+        """Elements of one layer's feed-forward or mixture, matrices only; `active`: of those a token passes through."""
+        if not is_sparse:
+            return self.matrices * self.hidden * self.fed
         visited = self.top_k if active else self.experts
-        sparse = self.matrices * self.hidden * (visited * self.ffn + self.shared_ffn) + self.hidden * self.experts
-        return (self.dense_layers * dense + (self.layers - self.dense_layers) * sparse) / self.layers
+        return self.matrices * self.hidden * (visited * self.ffn + self.shared_ffn) + self.hidden * self.experts
+
+    def feed_forward_parameters(self, active: bool = False) -> float:
+        """Mean of `of_feed_forward` over layers."""
+        share = self.sparse_share
+        return share * self.of_feed_forward(True, active) + (1 - share) * self.of_feed_forward(False)
 
     @property
     def expert_parameters(self) -> float:
         """Mean over layers of what expert parallelism shares out."""
-        return self.matrices * self.hidden * self.ffn * self.experts * (1 - self.dense_layers / self.layers)
+        return self.matrices * self.hidden * self.ffn * self.experts * self.sparse_share
 
     @property
     def layer_parameters(self) -> float:
@@ -169,8 +192,8 @@ class Layout:
     """Chunks of layers a pipeline rank holds."""
     recompute: Recompute = NONE
     micro_batch: int = 1
-    stages: tuple[int, ...] = ()
-    """Layers of each pipeline rank; empty: as even as they come, the first ranks having what is over."""
+    blocks: tuple[tuple[int, ...], ...] = ()
+    """Layers of each pipeline rank, by index; empty: as even as they come, the first ranks having what is over."""
     share_context: bool = True
     """States are shared out over cp too, as Megatron does; else over dp_shard only, and cp holds copies."""
     attention: str = "gather"

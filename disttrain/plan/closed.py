@@ -168,8 +168,7 @@ def layer_messages(case: Case, backward: bool) -> list[Message]:
         whole = size * n * layout.cp * 2 * shape.kv_width / layout.tp
         found.append(Message("cp", "all_gather", whole, 1 + passes if backward else 1.0))
     if layout.ep > 1 and shape.experts:
-        sparse = 1 - shape.dense_layers / shape.layers
-        found.append(Message("ep", "all_to_all", size * n * shape.hidden * shape.top_k, 2 * passes * sparse))
+        found.append(Message("ep", "all_to_all", size * n * shape.hidden * shape.top_k, 2 * passes * shape.sparse_share))
     return found
 
 

@@ -72,17 +72,17 @@ def feed_forward(case: Case) -> tuple[Work, float]:
 
     if not shape.experts:
         return dense(shape.ffn), shape.ffn
-    share = shape.dense_layers / shape.layers
+    share = 1 - shape.sparse_share
     local = shape.experts / case.layout.ep
     rows = n * shape.top_k / local  # a balanced router: every expert sees as many tokens
     one = product(rows, shape.hidden, up * shape.ffn / tp, size) + product(rows, shape.ffn / tp, shape.hidden, size)
     sparse = one.scaled(local, 0, 0) + product(n, shape.hidden, shape.experts, size)
     if shape.shared_ffn:
         sparse = sparse + dense(shape.shared_ffn)
-    width = share * (shape.dense_ffn or shape.ffn) + (1 - share) * (shape.top_k * shape.ffn + shape.shared_ffn)
+    width = share * shape.fed + (1 - share) * (shape.top_k * shape.ffn + shape.shared_ffn)
     if not share:
         return sparse, width
-    return sparse.scaled(1 - share, 0, 0) + dense(shape.dense_ffn or shape.ffn).scaled(share, 0, 0), width
+    return sparse.scaled(1 - share, 0, 0) + dense(shape.fed).scaled(share, 0, 0), width
 
 
 def layer_forward(case: Case) -> Work:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from itertools import pairwise
 
 from disttrain.plan import pipeline
-from disttrain.plan.case import SPLIT_BACKWARD, V_SHAPED, Case, Layout
+from disttrain.plan.case import SPLIT_BACKWARD, Case, Layout
 from disttrain.plan.planned import Plan
 from disttrain.plan.schedule import BACKWARD, FORWARD, Clock
 
@@ -73,16 +74,9 @@ def _holds(case: Case, rank: int, per_node: int) -> tuple[str, ...]:
 
 def _layers(case: Case, stage: int) -> str:
     """Layers of a pipeline rank, in its chunks, with E and H for embedding and head."""
-    layout, counts = case.layout, pipeline.layers_of(case)
-    chunks = 2 if layout.schedule in V_SHAPED else layout.virtual
-    if layout.pp == 1 or chunks == 1:
-        text = span(sum(counts[:stage]), counts[stage])
-    else:
-        each = case.shape.layers / (layout.pp * chunks)
-        places = [chunk * layout.pp + stage for chunk in range(chunks)]
-        if layout.schedule in V_SHAPED:
-            places = [stage, 2 * layout.pp - 1 - stage]
-        text = ",".join(span(round(place * each), round((place + 1) * each) - round(place * each)) for place in places)
+    layers = pipeline.blocks_of(case)[stage]
+    starts = [place for place, layer in enumerate(layers) if place == 0 or layers[place - 1] != layer - 1]
+    text = ",".join(span(layers[low], high - low) for low, high in pairwise([*starts, len(layers)])) or "-"
     return ("E " if stage == 0 else "") + text + (" H" if pipeline.holds_head(case, stage) else "")
 
 

@@ -36,10 +36,13 @@ class Memory:
         return float(sum(vars(self).values()))
 
 
-def layer_bytes(case: Case) -> float:
-    """What one layer keeps of one micro-batch: norms' inputs and outputs, q, k, v, attention's output, the feed-forward's widths."""
+def layer_bytes(case: Case, is_sparse: bool = False) -> float:
+    """What one layer, with experts or without, keeps of one micro-batch.
+
+    Norms' inputs and outputs, q, k, v, attention's output, the feed-forward's widths.
+    """
     if case.software.own:
-        return own.layer_bytes(case)
+        return own.layer_bytes(case, is_sparse)
     shape, layout, numbers, tp = case.shape, case.layout, case.numbers, case.layout.tp
     size, cut = numbers.compute, (tp if layout.sequence_parallel else 1)
     norms = 2 * shape.hidden * (numbers.stream + size) / cut
@@ -47,10 +50,10 @@ def layer_bytes(case: Case) -> float:
     if case.software.kernel == "unfused":
         attention += 5.0 * shape.heads * case.length / tp
     wide = 3 if shape.gated else 2
-    if shape.experts:
+    if is_sparse:
         fed = wide * (shape.top_k * shape.ffn + shape.shared_ffn) / tp * size + 2 * shape.top_k * shape.hidden * size + 4.0 * shape.experts
     else:
-        fed = wide * shape.ffn / tp * size
+        fed = wide * shape.fed / tp * size
     return case.tokens * (norms + attention + fed)
 
 
@@ -63,9 +66,10 @@ def input_bytes(case: Case) -> float:
 def activation_bytes(case: Case, stage: int) -> float:
     """What the layers of pipeline rank `stage` keep of every micro-batch in flight."""
     layout, kept = case.layout, case.layout.recompute.kept
-    each = kept * layer_bytes(case) + (1.0 - kept) * input_bytes(case)
+    sparse = [case.shape.has_experts(layer) for layer in pipeline.blocks_of(case)[stage]]
+    whole = sum(sparse.count(kind) * layer_bytes(case, kind) for kind in set(sparse))
     flying = pipeline.in_flight(layout.schedule, layout.pp, layout.virtual, case.micro_batches, stage)
-    return flying * pipeline.layers_of(case)[stage] * each
+    return flying * (kept * whole + (1.0 - kept) * len(sparse) * input_bytes(case))
 
 
 def memory(case: Case, stage: int) -> Memory:
@@ -110,24 +114,36 @@ def _peak(case: Case, stage: int, parameters: float, shared: float) -> tuple[flo
     if layout.zero == 3 and layout.sharing > 1:  # two layers' weights and one's gradients at a time; the ends' weights all along
         workspace += layer_share(case) * (2 * numbers.wire_weight + numbers.wire_gradient) + ends * numbers.wire_weight
     if layout.recompute.kept < 1.0:
-        workspace += layer_bytes(case)
+        workspace += layer_bytes(case, shape.experts > 0)
     return head, workspace
 
 
 def _own_peak(case: Case, stage: int, shared: float) -> tuple[float, float]:
     """(head, workspace) of disttrain: the head's and a block's backward come one after the other, so the larger counts."""
-    layout, numbers = case.layout, case.numbers
+    numbers = case.numbers
     held = tensors.of_rank(case, stage)
     head = own.head_bytes(case) if held.last and pipeline.holds_head(case, stage) else 0.0
-    block = own.layer_backward_bytes(case) + (own.recomputed_bytes(case) if layout.recompute.kept < 1.0 else 0.0)
-    at_head = at_block = 0.0
-    if layout.zero == 3 and layout.dp_shard > 1:
-        one, ends = layer_share(case) * numbers.weight, sum(part.size for part in (*held.first, *held.last)) * numbers.weight
-        summed = layer_share(case) * numbers.gradient - layout.recompute.kept * layer_bytes(case)  # by then what the block kept is gone
-        at_head, at_block = ends + one, ends + 2 * one + max(0.0, summed)
+    at_block = max((_block_backward(case, kind, block) for kind, block in held.kinds.items()), default=0.0)
+    gathered = max((_gathered(case, block) for block in held.kinds.values()), default=0.0)
+    ends = numbers.weight * _gathered(case, [*held.first, *held.last])
     always = own.rounded_bytes(case, stage) + own.waiting_bytes(case, stage) + numbers.shard_beside * shared
-    larger = max(head + at_head, block + at_block)
+    larger = ends + max(head + numbers.weight * gathered, at_block)
     return min(head, larger), always + larger - min(head, larger)
+
+
+def _block_backward(case: Case, is_sparse: bool, block: list[tensors.Held]) -> float:
+    """What the backward of a block with experts or without holds; gathered, two blocks' weights and its gradients besides."""
+    numbers, kept, gathered = case.numbers, case.layout.recompute.kept, _gathered(case, block)
+    found = own.layer_backward_bytes(case, is_sparse) + (own.recomputed_bytes(case, is_sparse) if kept < 1.0 else 0.0)
+    summed = numbers.gradient * gathered - kept * own.layer_bytes(case, is_sparse)  # by then what the block kept is gone
+    return found + 2 * numbers.weight * gathered + max(0.0, summed)
+
+
+def _gathered(case: Case, unit: list[tensors.Held]) -> int:
+    """Elements of a unit that ZeRO-3 makes whole when it computes."""
+    if case.layout.zero < 3 or case.layout.dp_shard == 1:
+        return 0
+    return sum(one.size for one in unit if not (case.layout.ep > 1 and one.is_expert))
 
 
 def fullest(case: Case) -> tuple[int, Memory]:

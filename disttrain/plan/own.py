@@ -41,34 +41,35 @@ def attention_bytes(case: Case) -> float:
     return case.tokens * (c * kept + FLOAT * shape.heads) / tp + angles + masks
 
 
-def feed_forward_bytes(case: Case) -> float:
+def feed_forward_bytes(case: Case, is_sparse: bool) -> float:
     """Every product's result, and what the activation makes of it: gate, silu(gate), up, their product; or up and gelu(up)."""
     shape, c = case.shape, case.numbers.compute
     widths = 4 if shape.gated else 2
-    if not shape.experts:
-        return case.tokens * widths * shape.ffn / case.layout.tp * c
+    if not is_sparse:
+        return case.tokens * widths * shape.fed / case.layout.tp * c
     fed = widths * (shape.top_k * shape.ffn + shape.shared_ffn) / case.layout.tp * c
     return case.tokens * (fed + 2 * shape.top_k * shape.hidden * c + 4.0 * shape.experts)
 
 
-def layer_bytes(case: Case) -> float:
-    """What one layer keeps of one micro-batch."""
-    return norm_bytes(case, 3) + attention_bytes(case) + norm_bytes(case, 2 if case.shape.gated else 1) + feed_forward_bytes(case)
+def layer_bytes(case: Case, is_sparse: bool) -> float:
+    """What one layer, with experts or without, keeps of one micro-batch."""
+    norms = norm_bytes(case, 3) + norm_bytes(case, 2 if case.shape.gated else 1)
+    return norms + attention_bytes(case) + feed_forward_bytes(case, is_sparse)
 
 
-def layer_backward_bytes(case: Case) -> float:
+def layer_backward_bytes(case: Case, is_sparse: bool) -> float:
     """Gradients under way in one layer at the widest place, the activation of its feed-forward, and of the stream."""
     shape, layout = case.shape, case.layout
     cut = layout.tp if layout.sequence_parallel else 1
-    wide = 2.0 * (shape.ffn * (shape.top_k or 1)) / layout.tp * case.numbers.compute
+    wide = 2.0 * (shape.ffn * shape.top_k if is_sparse else shape.fed) / layout.tp * case.numbers.compute
     return case.tokens * (wide + 2 * shape.hidden * case.numbers.stream / cut)
 
 
-def recomputed_bytes(case: Case) -> float:
+def recomputed_bytes(case: Case, is_sparse: bool) -> float:
     """A layer computed again, of which nothing is let go until its backward has begun: its largest matrix has a gradient by then."""
     cut = case.layout.tp if case.layout.sequence_parallel else 1
-    largest = max(one.size for one in tensors.block(case))
-    return layer_bytes(case) + case.numbers.gradient * largest + 2 * case.tokens * case.shape.hidden * case.numbers.stream / cut
+    largest = max(one.size for one in tensors.block(case, is_sparse))
+    return layer_bytes(case, is_sparse) + case.numbers.gradient * largest + 2 * case.tokens * case.shape.hidden * case.numbers.stream / cut
 
 
 def head_bytes(case: Case) -> float:
@@ -93,11 +94,11 @@ def flying(case: Case, stage: int) -> float:
 def rounded_bytes(case: Case, stage: int) -> float:
     """Matrices rounded for products (autocast), anew for each micro-batch in flight; under recomputation of the block that runs."""
     layout, held = case.layout, tensors.of_rank(case, stage)
-    in_block = sum(one.size for one in tensors.block(case) if len(one.shape) > 1)
+    in_blocks = [sum(one.size for one in block if len(one.shape) > 1) for block in held.blocks]
     head = case.shape.head_parameters / layout.tp if held.last else 0.0
-    kept, layers = layout.recompute.kept, len(held.blocks)
-    blocks = flying(case, stage) * layers * kept + (1.0 if kept < 1.0 and layers else 0.0) * (1.0 - kept)
-    return case.numbers.gathered * (in_block * blocks + head)
+    kept = layout.recompute.kept
+    rounded = flying(case, stage) * kept * sum(in_blocks) + (1.0 - kept) * max(in_blocks, default=0)
+    return case.numbers.gathered * (rounded + head)
 
 
 def waiting_bytes(case: Case, stage: int) -> float:

@@ -5,7 +5,9 @@ Bubbles as times beside the m micro-batches of work of a stage; F, B (of inputs)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from disttrain.plan.case import V_SHAPED, Case
 
@@ -76,12 +78,23 @@ def in_flight(schedule: str, stages: int, chunks: int, micro_batches: int, stage
     return min(warm, micro_batches)
 
 
-def layers_of(case: Case) -> tuple[int, ...]:
+def blocks_of(case: Case) -> tuple[tuple[int, ...], ...]:
     """Layers on each pipeline rank; what doesn't divide goes to the first ranks, so that the last, which has the head, has fewest."""
-    if case.layout.stages:
-        return case.layout.stages
+    if case.layout.blocks:
+        return case.layout.blocks
     each, over = divmod(case.shape.layers, case.layout.pp)
-    return tuple(each + (rank < over) for rank in range(case.layout.pp))
+    return in_order([each + (rank < over) for rank in range(case.layout.pp)])
+
+
+def in_order(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """So many layers on each rank, one rank's behind the other's."""
+    ends = accumulate(counts)
+    return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))
+
+
+def layers_of(case: Case) -> tuple[int, ...]:
+    """How many layers each pipeline rank has."""
+    return tuple(map(len, blocks_of(case)))
 
 
 def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:

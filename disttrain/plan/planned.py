@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from disttrain.config.schema import HardwareConfig
+from disttrain.plan import pipeline
 from disttrain.plan.case import V_SHAPED, Case
 from disttrain.plan.closed import Closed, Seconds, lacking
 from disttrain.plan.constants import Constants
@@ -104,6 +105,7 @@ class Plan:
     def to_json(self, tokens: float | None = None) -> dict[str, Any]:
         """Plain values."""
         layout, recompute = asdict(self.case.layout), asdict(self.case.layout.recompute)
+        layout["stages"] = pipeline.layers_of(self.case) if layout.pop("blocks") else ()
         found: dict[str, Any] = {
             "model": asdict(self.case.shape) | {"parameters": self.case.shape.parameters},
             "layout": layout | {"recompute": recompute, "world": self.case.layout.world, "micro_batches": self.case.micro_batches},

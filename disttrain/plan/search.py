@@ -20,7 +20,7 @@ from disttrain.plan.closed import Closed, lacking
 from disttrain.plan.constants import Constants
 from disttrain.plan.memory import GIB, fullest
 from disttrain.plan.planned import USABLE
-from disttrain.plan.settle import OWN_TENSOR_EXPOSED, stages_of
+from disttrain.plan.settle import OWN_TENSOR_EXPOSED, blocks_of
 
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
 RECOMPUTE = (NONE, every(0.5), FULL)
@@ -101,8 +101,7 @@ def layouts(case: Case, world: int) -> Iterator[Layout]:
 
 
 def _tensor_degrees(shape: Shape, world: int) -> list[int]:
-    limits = (shape.kv_heads, shape.heads, shape.vocab, shape.ffn)
-    return [n for n in divisors(world) if n <= 64 and all(limit % n == 0 for limit in limits)]
+    return [n for n in divisors(world) if n <= 64 and all(limit % n == 0 for limit in shape.cut_by_tensor)]
 
 
 def _variants(case: Case, layout: Layout) -> Iterator[Layout]:
@@ -113,8 +112,8 @@ def _variants(case: Case, layout: Layout) -> Iterator[Layout]:
             for schedule, virtual in SCHEDULES if layout.pp > 1 else (("1f1b", 1),):
                 if not _takes(schedule, virtual, local // micro, layout.pp, case.shape.layers):
                     continue
-                stages = stages_of(case.shape, schedule, layout.pp, virtual)
-                yield replace(data, micro_batch=micro, schedule=schedule, virtual=virtual, stages=stages)
+                blocks = blocks_of(case.shape, schedule, layout.pp, virtual)
+                yield replace(data, micro_batch=micro, schedule=schedule, virtual=virtual, blocks=blocks)
 
 
 def _data_axes(layout: Layout, experts: int) -> Iterator[Layout]:

@@ -6,7 +6,6 @@ A plan is not refused: what doesn't divide is planned as the nearest that does, 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -68,11 +67,11 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
     norm = hidden * (2 if is_layer and bias else 1)
     layers = int(model.get("num_layers", 4))
     fed = (ffn * (2 if gated else 1) + hidden) if bias else 0  # a dense feed-forward's biases; routed experts have none
-    mixture = _mixture(model, layers, ffn)
-    dense, shared = mixture.get("dense_layers", layers), mixture.get("shared_ffn", 0)
-    biases = ((2 * hidden + 2 * kv_width) if bias else 0) + fed * dense / layers
+    mixture = _mixture(model, ffn)
+    sparse, shared = layers // mixture["every"] if mixture else 0, mixture.get("shared_ffn", 0)
+    biases = ((2 * hidden + 2 * kv_width) if bias else 0) + fed * (layers - sparse) / layers
     if bias and shared:
-        biases += (shared * (2 if gated else 1) + hidden) * (layers - dense) / layers
+        biases += (shared * (2 if gated else 1) + hidden) * sparse / layers
     return Shape(
         layers=layers,
         hidden=hidden,
@@ -95,19 +94,18 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
     )
 
 
-def _mixture(model: Mapping[str, Any], layers: int, ffn: int) -> dict[str, int]:
+def _mixture(model: Mapping[str, Any], ffn: int) -> dict[str, int]:
     """Fields of the shape that a mixture of experts has (`disttrain.models.experts.ExpertShape`); empty for a dense model."""
     experts = model.get("experts")
     if not experts:
         return {}
     width = int(experts.get("intermediate_size") or ffn)
-    sparse = layers // int(experts.get("every", 1))
     return {
         "ffn": width,
         "experts": int(experts.get("num_experts", 8)),
         "top_k": int(experts.get("top_k", 2)),
         "shared_ffn": int(experts.get("num_shared", 0)) * width,
-        "dense_layers": layers - sparse,
+        "every": int(experts.get("every", 1)),
         "dense_ffn": ffn,
     }
 
@@ -187,7 +185,7 @@ def layout_of(strategy: StrategyConfig, shape: Shape) -> Layout:
         schedule=strategy.schedule,
         virtual=virtual,
         recompute=recompute,
-        stages=_split(strategy.stage_split, shape, strategy.pp) or stages_of(shape, strategy.schedule, strategy.pp, virtual),
+        blocks=blocks_of(shape, strategy.schedule, strategy.pp, virtual, strategy.stage_split),
         share_context=False,
         attention=strategy.attention,
         loss_chunk=strategy.loss_chunk is not None,
@@ -196,29 +194,33 @@ def layout_of(strategy: StrategyConfig, shape: Shape) -> Layout:
     )
 
 
-def _split(names: Sequence[str], shape: Shape, stages: int) -> tuple[int, ...]:
-    """Layers of each rank by `strategy.stage_split`, where it names blocks and each rank has one stage; else empty."""
-    starts = [int(found[1]) for name in names if (found := re.fullmatch(r"blocks\.(\d+)", name))]
-    if len(starts) != len(names) or len(starts) != stages - 1 or not starts:
-        return ()
-    ends = [0, *starts, shape.layers]
-    return tuple(after - before for before, after in pairwise(ends))
-
-
-def stages_of(shape: Shape, schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Layers of each pipeline rank, in all its stages, as a training cuts them: the head's cost counted."""
+def blocks_of(shape: Shape, schedule: str, ranks: int, virtual: int, split: Sequence[str] = ()) -> tuple[tuple[int, ...], ...]:
+    """Layers of each pipeline rank, in all its stages, as a training cuts them: by `split`, its first modules, or by cost."""
     if ranks == 1:
         return ()
-    length = shape.longest or 1
-    matrices = shape.attention_parameters + shape.feed_forward_parameters(active=True)
-    one = 2.0 * length * matrices + 4.0 * length * length * shape.hidden
-    costs, is_block = [0.0, *[one] * shape.layers, 2.0 * length * shape.head_parameters], [False, *[True] * shape.layers, False]
     where = holders(schedule, ranks, ranks * virtual)
-    edges = [0, *balanced_starts(costs, is_block, len(where)), len(costs)]
-    found = [0] * ranks
-    for rank, (low, high) in zip(where, pairwise(edges), strict=True):
-        found[rank] += sum(is_block[low:high])
-    return tuple(found)
+    starts = _named_starts(split, shape, len(where)) or _balanced_starts(shape, len(where))
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for rank, (low, high) in zip(where, pairwise([0, *starts, shape.layers]), strict=True):
+        found[rank] += range(low, high)
+    return tuple(map(tuple, found))
+
+
+def _named_starts(names: Sequence[str], shape: Shape, stages: int) -> list[int]:
+    """First layer of each later stage by `strategy.stage_split`; empty where it doesn't name them."""
+    known = {f"blocks.{layer}": layer for layer in range(shape.layers)} | {"norm": shape.layers}
+    starts = [known[name] for name in names if name in known]
+    return starts if len(starts) == len(names) == stages - 1 and starts == sorted(starts) else []
+
+
+def _balanced_starts(shape: Shape, stages: int) -> list[int]:
+    """First layer of each later stage, the head's cost counted."""
+    length = shape.longest or 1
+    attended = 2.0 * length * shape.attention_parameters + 4.0 * length * length * shape.hidden
+    fed = {kind: 2.0 * length * shape.of_feed_forward(kind, active=True) for kind in (True, False)}
+    layers = [attended + fed[shape.has_experts(layer)] for layer in range(shape.layers)]
+    costs, is_block = [0.0, *layers, 2.0 * length * shape.head_parameters], [False, *[True] * shape.layers, False]
+    return [start - 1 for start in balanced_starts(costs, is_block, stages)]  # the embedding is no layer
 
 
 def _degrees(config: Config, shape: Shape, notes: list[str]) -> StrategyConfig:
@@ -231,7 +233,7 @@ def _degrees(config: Config, shape: Shape, notes: list[str]) -> StrategyConfig:
     size = int(world) if isinstance(world, int) else fixed * 2 ** len(filling)
     made = {name: max(1, degree) for name, degree in asked.items()}
     wished = 1
-    for name, limits in (("tp", (shape.kv_heads, shape.heads, shape.vocab, shape.ffn)), ("pp", ()), ("cp", ())):
+    for name, limits in (("tp", shape.cut_by_tensor), ("pp", ()), ("cp", ())):
         wanted = made[name] if asked[name] > 0 else size // fixed if filling == [name] else 1
         wished *= wanted
         most = shape.layers if name == "pp" else wanted

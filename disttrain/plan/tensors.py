@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from disttrain.plan import pipeline
 from disttrain.plan.case import Case
@@ -49,12 +49,12 @@ def last(case: Case) -> list[Held]:
     return _norm(case) + ([] if shape.tied else [Held((shape.vocab // case.layout.tp, shape.hidden))])
 
 
-def block(case: Case) -> list[Held]:
-    """One block, in the order in which a model names its parameters; of blocks that differ the one with experts."""
+def block(case: Case, is_sparse: bool) -> list[Held]:
+    """One block, with experts or without, in the order in which a model names its parameters."""
     shape, tp = case.shape, case.layout.tp
     qkv = (shape.hidden // tp, shape.kv_width // tp, shape.kv_width // tp)
     attention = _columns(case, qkv) + _row(case, shape.hidden // tp)
-    return _norm(case) + attention + _norm(case) + (_experts(case) if shape.experts else _feed_forward(case, shape.ffn))
+    return _norm(case) + attention + _norm(case) + (_experts(case) if is_sparse else _feed_forward(case, shape.fed))
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,16 @@ class OfRank:
     """What one pipeline rank holds, in the order of the model."""
 
     first: list[Held]
-    blocks: list[list[Held]]
+    sparse: list[bool]
+    """Of each block, whether it has experts."""
+    kinds: Mapping[bool, list[Held]]
+    """One block of each kind that there is: with experts and without."""
     last: list[Held]
+
+    @property
+    def blocks(self) -> list[list[Held]]:
+        """Each block."""
+        return [self.kinds[is_sparse] for is_sparse in self.sparse]
 
     @property
     def all(self) -> list[Held]:
@@ -71,9 +79,9 @@ class OfRank:
         return [*self.first, *(one for block in self.blocks for one in block), *self.last]
 
     def total(self, of: Callable[[Held], int]) -> int:
-        """`of` summed over every parameter; blocks are alike, and one of them is asked: a search does so thousands of times."""
-        in_block = sum(map(of, self.blocks[0])) if self.blocks else 0
-        return sum(map(of, (*self.first, *self.last))) + len(self.blocks) * in_block
+        """`of` summed over every parameter; one block of each kind is asked: a search does so thousands of times."""
+        in_blocks = sum(self.sparse.count(is_sparse) * sum(map(of, block)) for is_sparse, block in self.kinds.items())
+        return sum(map(of, (*self.first, *self.last))) + in_blocks
 
     @property
     def units(self) -> list[list[Held]]:
@@ -85,7 +93,8 @@ def of_rank(case: Case, stage: int) -> OfRank:
     """What pipeline rank `stage` holds."""
     is_last = pipeline.holds_head(case, stage)
     table = first(case) if stage == 0 else first(case)[:1] if is_last and case.shape.tied else []
-    return OfRank(table, [block(case)] * pipeline.layers_of(case)[stage], last(case) if is_last else [])
+    sparse = [case.shape.has_experts(layer) for layer in pipeline.blocks_of(case)[stage]]
+    return OfRank(table, sparse, {kind: block(case, kind) for kind in sorted(set(sparse))}, last(case) if is_last else [])
 
 
 def buckets(parameters: Sequence[Held], num_bytes: float, bucket_size: float) -> int:
@@ -128,5 +137,5 @@ def _experts(case: Case) -> list[Held]:
     count, width = shape.experts // layout.ep, shape.ffn // layout.tp
     up = Held((count, (2 if shape.gated else 1) * width, shape.hidden), is_expert=True)
     down = Held((count, shape.hidden, width), is_expert=True)
-    shared = _feed_forward(case, shape.shared_ffn) if shape.shared_ffn else []
+    shared = [replace(one, in_parts=False) for one in _feed_forward(case, shape.shared_ffn)] if shape.shared_ffn else []
     return [Held((shape.experts, shape.hidden)), up, down, *shared]

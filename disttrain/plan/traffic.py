@@ -56,43 +56,57 @@ def traffic(case: Case, stage: int) -> Traffic:
     return book.traffic
 
 
-def _blocks(case: Case, stage: int) -> tuple[int, float]:
-    """Blocks of a rank, and how many of them run forward a second time."""
-    layers, again = pipeline.layers_of(case)[stage], case.layout.recompute
-    if not (again.gemm or again.memory):
-        return layers, 0
-    return layers, -(-layers // round(1 / (again.gemm or 1.0)))
+def _blocks(case: Case, stage: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Blocks of a rank, and those of them that run forward a second time."""
+    layers, again = pipeline.blocks_of(case)[stage], case.layout.recompute
+    return layers, layers[:: round(1 / (again.gemm or 1.0))] if again.gemm or again.memory else ()
+
+
+def _sparse(case: Case, stage: int) -> tuple[int, int]:
+    """How many of each of `_blocks` have experts."""
+    layers, again = (sum(map(case.shape.has_experts, blocks)) for blocks in _blocks(case, stage))
+    return layers, again
 
 
 def _tensor(book: Book, case: Case, stage: int) -> None:
     """Two exchanges a block each way (Megatron-LM; Korthikanti et al. 2022), one at either end, and the loss's numbers."""
     shape, layout, m = case.shape, case.layout, case.micro_batches
-    layers, again = _blocks(case, stage)
+    layers, again = map(len, _blocks(case, stage))
+    sparse, sparse_again = _sparse(case, stage)
     stream, products = (size * case.tokens * shape.hidden for size in (case.numbers.stream, case.numbers.compute))
     is_first, is_last = stage == 0, pipeline.holds_head(case, stage)
     sums = 2 if layout.recompute.gemm else 1  # under selective recomputation a block's last one is not needed again
+    exchanges = 4 * layers - 2 * sparse + sums * again - (sums - 1) * sparse_again + is_last
     if not layout.sequence_parallel:
         book.add("tp", "all_reduce", m * is_first, stream)
-        book.add("tp", "all_reduce", m * (4 * layers + sums * again + is_last), products)
+        book.add("tp", "all_reduce", m * exchanges, products)
     else:
         gathers_again = 0 if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD else 1  # else what was gathered is kept
         book.add("tp", "reduce_scatter", m * is_first, stream)
         book.add("tp", "all_gather", m * is_first, stream)
-        book.add("tp", "reduce_scatter", m * (4 * layers + sums * again + is_last), products)
-        gathers = (4 + 2 * gathers_again) * layers + 2 * again + is_last * (1 + (gathers_again if not layout.loss_chunk else 0))
+        book.add("tp", "reduce_scatter", m * exchanges, products)
+        gathers = (2 + gathers_again) * (2 * layers - sparse) + 2 * again - sparse_again
+        gathers += is_last * (1 + (gathers_again if not layout.loss_chunk else 0))
         book.add("tp", "all_gather", m * gathers, products)
+        book.add("tp", "all_gather", m * (2 * sparse + sparse_again), stream)  # into a mixture, and its gradients
         ranks = layout.dp_shard if layout.zero else 1
         parts = sum(one.rows_of(ranks) for one in tensors.of_rank(case, stage).all if one.in_parts)
         book.add("tp", "all_reduce", 1, case.numbers.gradient * parts)
+    if sparse:  # rows of the chosen experts: results, gradients; and of those that all share
+        book.add("tp", "all_reduce", m * (sparse + sparse_again), shape.top_k * products)
+        book.add("tp", "all_reduce", m * sparse, shape.top_k * stream)
+        if shape.shared_ffn:
+            book.add("tp", "all_reduce", m * (2 * sparse + (sums - 1) * sparse_again), products)
     wide = max(4.0, case.numbers.compute) * case.tokens
     book.add("tp", "all_reduce", m * is_last, wide)
     book.add("tp", "all_reduce", m * is_last, 2 * wide)
 
 
 def _context(book: Book, case: Case, stage: int) -> None:
-    """Keys and values: gathered, and their gradients scattered; or sent round, gradients behind them."""
+    """Keys and values: gathered, and their gradients scattered; or sent round, gradients behind them. Choices of experts, counted."""
     layout, m = case.layout, case.micro_batches
-    layers, again = _blocks(case, stage)
+    book.add("cp", "all_reduce", m * sum(_sparse(case, stage)), max(4.0, case.numbers.compute) * layout.micro_batch * case.shape.experts)
+    layers, again = map(len, _blocks(case, stage))
     own = 2 * case.numbers.compute * case.tokens * case.shape.kv_width / layout.tp
     if layout.attention == "ring":
         book.add("cp", "shift", m * (layout.cp - 1) * (2 * layers + again), own)
@@ -105,11 +119,11 @@ def _context(book: Book, case: Case, stage: int) -> None:
 def _experts(book: Book, case: Case, stage: int) -> None:
     """Rows to whoever holds their expert and back, both ways, as many as an even router sends; and how many they are."""
     shape, m = case.shape, case.micro_batches
-    layers, again = _blocks(case, stage)
-    sparse = 1 - shape.dense_layers / shape.layers
-    rows = case.numbers.compute * case.tokens * shape.hidden * shape.top_k
-    book.add("ep", "all_to_all", m * sparse * (4 * layers + 2 * again), rows)
-    book.add("ep", "all_to_all", m * sparse * (layers + again), 8.0 * shape.experts)
+    layers, again = _sparse(case, stage)
+    rows = case.tokens * shape.hidden * shape.top_k
+    for size in (case.numbers.stream, case.numbers.compute):  # there, and back
+        book.add("ep", "all_to_all", m * (2 * layers + again), size * rows)
+    book.add("ep", "all_to_all", m * (layers + again), 8.0 * shape.experts)
 
 
 def _stages(book: Book, case: Case, stage: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from disttrain.config.schema import HardwareConfig
 from disttrain.plan.case import FULL, NONE, SELECTIVE, Case, Layout, Numbers, Recompute, Shape, Software, every
 from disttrain.plan.devices import preset
-from disttrain.plan.pipeline import balanced
+from disttrain.plan.pipeline import balanced, in_order
 
 HERE = Path(__file__).resolve().parent
 PUBLISHED = HERE / "published_runs.csv"
@@ -132,7 +132,7 @@ def _row(cells: dict[str, str]) -> Row | None:
     source = SOURCES.get(prefix, Source())
     shape = _shape(cells, source)
     layout = _layout(cells)
-    layout = replace(layout, stages=_stages(cells, shape, layout.pp))
+    layout = replace(layout, blocks=in_order(_stages(cells, shape, layout.pp)))
     precision = "fp8" if "fp8" in cells["precision"].lower() else "bf16"
     software = Software(source.kernel, precision, cells["compile"] != "no", _tensor_exposed(cells))
     software = replace(software, **source.software)

@@ -14,7 +14,7 @@ from disttrain.config.schema import Config
 from disttrain.data.dataset import Position
 from disttrain.launch.place import Place
 from disttrain.launch.world import run_world
-from disttrain.plan import beside, dry, rehearsal
+from disttrain.plan import beside, dry, pipeline, rehearsal
 from disttrain.plan.case import Case
 from disttrain.plan.constants import Constants
 from disttrain.plan.planned import Plan, make
@@ -176,7 +176,7 @@ def test_more_micro_batches_lie_on_a_line(of: dict[str, Any]) -> None:
 def test_ranks_between_are_run_once_for_each_number_of_layers() -> None:
     config = tiny.config(pp=8, micro_batch_size=1, model=tiny.GPT | {"num_layers": 13})
     case = settle(config).case
-    assert case.layout.stages == (1, 1, 2, 2, 2, 2, 2, 1)
+    assert pipeline.layers_of(case) == (1, 1, 2, 2, 2, 2, 2, 1)
     assert rehearsal.kinds(case) == [0, 1, 2, 7]
 
 
