@@ -44,6 +44,8 @@ class EMA(Callback):
     @torch.no_grad()
     def on_train_step_end(self, trainer: Trainer, report: Report) -> None:
         """Move towards the weights, by nothing where the update was skipped."""
+        if not self.shadow:  # a stage without trained parameters
+            return
         updates = trainer.update.updates.float()
         step = torch.clamp(9.0 / (10.0 + updates), min=1.0 - self.decay) * (1.0 - report.on(updates.device).skip)
         averages = list(self.shadow.values())

@@ -83,6 +83,14 @@ def test_ema_follows_real_updates_only():
         assert torch.allclose(ema.weight_sets()["ema"]["w"].double(), average, rtol=1e-6), step
 
 
+def test_ema_on_a_rank_that_trains_nothing_averages_nothing():
+    trainer, ema = FakeTrainer(), EMA()
+    trainer.parameters["w"].requires_grad_(False)
+    ema.on_fit_start(trainer)
+    ema.on_train_step_end(trainer, report())
+    assert ema.weight_sets() == {"ema": {}}
+
+
 def test_ema_is_restored_or_begins_at_the_weights():
     trainer, ema = FakeTrainer(), EMA()
     with torch.no_grad():
