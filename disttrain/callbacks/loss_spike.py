@@ -30,8 +30,9 @@ class LossSpike(StepPolicy):
     """Skips, stops or rolls back at a step whose agreed loss is far above those of the last `window` steps, or not finite.
 
     Far is `zscore` robust standard deviations (median and median absolute deviation; Iglewicz and Hoaglin 1993) or
-    `ratio` times the median, whichever of both is given and reached. A spike's own update is always skipped and its
-    loss kept out of the window. All is decided on the device from numbers that every rank has, so all do the same.
+    `ratio` times the median, whichever of both is given and reached; above a median below zero as far as above its amount.
+    A spike's own update is always skipped and its loss kept out of the window. All is decided on the device from numbers
+    that every rank has, so all do the same.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class LossSpike(StepPolicy):
         median = self._seen.sort().values.index_select(0, middle)[0]
         deviations = torch.where(self._slots < num_held, (self._seen - median).abs(), torch.inf)
         spread = torch.maximum(TO_SIGMA * deviations.sort().values.index_select(0, middle)[0], LEAST_SPREAD * median.abs())
-        is_far = (loss - median > self.zscore * spread) | (loss > self.ratio * median)
+        above = loss - median
+        is_far = (above > self.zscore * spread) | (above > (self.ratio - 1.0) * median.abs())
         is_spike = ~loss.isfinite() | (is_far & (num_seen >= self.min_steps))
         here = (self._slots == num_seen % self.window) & ~is_spike
         self._seen = torch.where(here, loss, self._seen)
@@ -94,16 +96,18 @@ class LossSpike(StepPolicy):
         self._told = num_spikes
 
     def state_dict(self) -> dict[str, Any]:
-        """The window and the counts."""
-        num_held = min(int(self._counts[0]), self.window)
-        return {"seen": self._seen[:num_held].tolist(), "counts": self._counts.tolist()}
+        """The window, oldest loss first, and the counts."""
+        num_seen = int(self._counts[0])
+        oldest = num_seen % self.window if num_seen > self.window else 0
+        seen = self._seen[: min(num_seen, self.window)].roll(-oldest)
+        return {"seen": seen.tolist(), "counts": self._counts.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on judging by the same losses; one of another window keeps what fits. What stopped a run before is forgiven."""
+        """Go on judging by the same losses; one of another window keeps the newest that fit. What stopped a run before is forgiven."""
         seen = state["seen"][-self.window :]
         self._seen[: len(seen)] = torch.tensor(seen, dtype=torch.float64)
-        num_seen, num_spikes = state["counts"]
-        self._counts = torch.tensor([num_seen if len(seen) == len(state["seen"]) else len(seen), num_spikes])
+        num_spikes = state["counts"][1]
+        self._counts = torch.tensor([len(seen), num_spikes])
         self._told = num_spikes
         if num_spikes > self.reaction.max_roll_backs:
             self._counts[1] = self._told = 0

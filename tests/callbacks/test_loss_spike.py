@@ -73,6 +73,25 @@ def test_it_goes_on_with_the_window_it_had() -> None:
     assert drive(second, losses[7:]) == drive(whole, losses)[7:]
 
 
+@pytest.mark.parametrize("window", [3, 5, 16])
+def test_another_window_goes_on_with_the_newest_losses(window: int) -> None:
+    """Twelve losses seen through a window of five: the guard that goes on judges as one that saw the newest of these alone."""
+    first = LossSpike(min_steps=2, window=5)
+    losses = [50.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.2]
+    drive(first, losses)
+    second, alone = (LossSpike(zscore=None, ratio=1.5, min_steps=2, window=window) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    drive(alone, losses[-5:])
+    tried = [9.0, 2.0, 2.4, 2.9, 1.1, 1.0, 2.2, 1.7]
+    assert drive(second, tried) == drive(alone, tried)
+
+
+def test_a_loss_below_zero_is_judged_by_its_distance_too() -> None:
+    guard = LossSpike(zscore=None, ratio=3.0, min_steps=4, window=8)
+    asked = drive(guard, [-1.0, -1.1, -1.2, -1.3, -1.35, -1.4, 0.9, 1.4])
+    assert [bool(one) for one in asked] == [False] * 7 + [True]
+
+
 def test_a_roll_back_needs_checkpoints() -> None:
     with pytest.raises(ConfigError, match="none is made on the way"):
         LossSpike("roll_back").on_fit_start(FakeTrainer())
