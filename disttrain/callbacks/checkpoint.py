@@ -63,6 +63,11 @@ class Checkpoint(Callback):
         self._pending: dict[str, Any] | None = None
         self._saver: Saver | None = None
 
+    @property
+    def saves_on_the_way(self) -> bool:
+        """Whether there are saves before the end that no evaluation has to be due for."""
+        return self.every is not None or self.every_seconds is not None
+
     def best(self, trainer: Trainer) -> Path | None:
         """Folder of the best checkpoint, the same on every rank; None where none was measured or none is kept."""
         best = self.retention.best()

@@ -30,7 +30,7 @@ class LossSpike(StepPolicy):
     """Skips, stops or rolls back at a step whose agreed loss is far above those of the last `window` steps, or not finite.
 
     Far is `zscore` robust standard deviations (median and median absolute deviation; Iglewicz and Hoaglin 1993) or
-    `ratio` times the median, whichever of both is given and reached; above a median below zero as far as above its amount.
+    `ratio` times the median, whichever of both is given and reached; a median below zero counts by its amount.
     A spike's own update is always skipped and its loss kept out of the window. All is decided on the device from numbers
     that every rank has, so all do the same.
     """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from disttrain.callbacks.checkpoint import Checkpoint
 from disttrain.errors import ConfigError
 from disttrain.parallel.step import Verdict, vote
 from disttrain.train.progress import FAILED
@@ -31,8 +32,8 @@ class Reaction:
 
     def prepare(self, trainer: Trainer) -> None:
         """Move to the device. ConfigError if there will be nothing to roll back to."""
-        saver: Any = trainer.callbacks.get("checkpoint")
-        if self.action == "roll_back" and (saver is None or (saver.every is None and saver.every_seconds is None)):
+        saves = any(isinstance(one, Checkpoint) and one.saves_on_the_way for one in trainer.callbacks.values())
+        if self.action == "roll_back" and not saves:
             raise ConfigError(
                 f"{self.key}=roll_back goes back to the newest checkpoint, and none is made on the way", "callbacks.checkpoint.every=100"
             )

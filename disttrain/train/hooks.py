@@ -29,7 +29,7 @@ to the outside (files, network, terminal) asks `trainer.is_lead` first.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -172,6 +172,16 @@ class StepPolicy(Callback):
 
     def after_update(self, trainer: Trainer, report: Report) -> None:
         """The update is made or skipped (`report.skip`): adapt device state of one's own, such as the loss scale."""
+
+
+def by_name(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Callbacks by the name of their class; more of one class are numbered: Shout, Shout_2."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        number = 1 + sum(type(other).__name__ == name for other in found.values())
+        found[name if number == 1 else f"{name}_{number}"] = callback
+    return found
 
 
 def declared(callbacks: Mapping[str, Callback]) -> Declaration:

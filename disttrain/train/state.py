@@ -83,9 +83,8 @@ def roll_back(trainer: Trainer) -> None:
     found = latest_good(trainer.folder.path, trainer.mesh.axis("world")) if trainer.folder is not None else Found(None, [])
     step = trainer.progress.step
     if found.folder is None:
-        raise DivergedError(
-            f"at step {step} the run was to roll back, and there is no good checkpoint yet\n  try: callbacks.checkpoint.every=<steps>"
-        )
+        remedy = "callbacks.checkpoint.every=<steps>" if trainer.folder is not None else "Trainer(..., folder=RunFolder.make(<place>))"
+        raise DivergedError(f"at step {step} the run was to roll back, and there is no good checkpoint yet\n  try: {remedy}")
     state = state_of(trainer)
     load(state, found.folder, trainer.mesh, checked=True)
     _take_moments(trainer, state)

@@ -27,7 +27,7 @@ from disttrain.parallel.update import LossScale
 from disttrain.train.assembly import check, local_part, make_evaluator, make_feed, make_strategy, make_update, run_length, training_order
 from disttrain.train.batch import train_positions
 from disttrain.train.evaluate import unless_stopped
-from disttrain.train.hooks import Callback, declared, defined
+from disttrain.train.hooks import Callback, by_name, declared, defined
 from disttrain.train.optimizer import Constant, Schedule
 from disttrain.train.progress import Progress, Result, diverged, follows
 from disttrain.train.rows import Sums, Window, row_of
@@ -78,7 +78,7 @@ class Trainer:
         check(steps, epochs, global_batch_size, clip_norm, log_every, eval_every)
         self.mesh = mesh or found_mesh()
         self.device = device or found_device()
-        self.callbacks = dict(callbacks) if isinstance(callbacks, Mapping) else {type(one).__name__: one for one in callbacks}
+        self.callbacks = dict(callbacks) if isinstance(callbacks, Mapping) else by_name(callbacks)
         self.folder, self.config, self.overfit, self.log_every, self.eval_every = folder, config, overfit, log_every, eval_every
         self.data = adapt.data_module(data)
         fixed = declared(self.callbacks)

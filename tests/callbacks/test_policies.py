@@ -1,12 +1,12 @@
 """Policies: what they declare, in which type the forward runs, and who skips or stops."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from disttrain.callbacks.amp import AMP
+from disttrain.callbacks.checkpoint import Checkpoint
 from disttrain.callbacks.grad_accumulation import GradAccumulation
 from disttrain.callbacks.nan_guard import NaNGuard
 from disttrain.errors import ConfigError
@@ -94,7 +94,7 @@ def test_roll_backs_have_an_end():
     trainer, guard = FakeTrainer(), NaNGuard(on_nan="roll_back", max_roll_backs=1)
     with pytest.raises(ConfigError, match="on_nan=roll_back goes back to the newest checkpoint, and none is made"):
         guard.on_fit_start(trainer)
-    trainer.callbacks["checkpoint"] = SimpleNamespace(every=10, every_seconds=None)
+    trainer.callbacks["saver"] = Checkpoint(every=10)
     guard.on_fit_start(trainer)
     asked = [guard.judge_global(trainer, report(loss)) for loss in (math.nan, 1.0, math.nan)]
     assert [(float(one[Verdict.ROLL_BACK]), float(one[Verdict.STOP])) for one in asked] == [(1, 0), (0, 0), (0, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -67,10 +68,12 @@ def test_position_and_its_state() -> None:
 # --- what a trainer refuses ---------------------------------------------------------------------------------------------
 
 
-def small(num_samples: int = 16, callbacks: dict[str, Callback] | None = None, num_validation: int = 0, **settings: Any) -> Trainer:
+def small(
+    num_samples: int = 16, callbacks: Mapping[str, Callback] | Sequence[Callback] = (), num_validation: int = 0, **settings: Any
+) -> Trainer:
     model = GPT(num_layers=1, num_heads=2, hidden_size=8, vocab_size=8, max_seq_len=4)
     data = Synthetic(kind="tokens", context=4, vocab_size=8, num_samples=num_samples, num_validation=num_validation)
-    return Trainer(model, data, steps=2, global_batch_size=8, callbacks=callbacks or {}, **settings)
+    return Trainer(model, data, steps=2, global_batch_size=8, callbacks=callbacks, **settings)
 
 
 def test_a_metric_that_is_called_as_a_number_of_the_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +90,11 @@ def test_less_data_than_one_global_batch_is_refused() -> None:
     """M32."""
     with pytest.raises(DataError, match=r"7 samples, fewer than one global batch \(train.global_batch_size=8\)"):
         small(num_samples=7)
+
+
+def test_callbacks_of_one_class_are_all_there() -> None:
+    first, second, third = Callback(), GradAccumulation(8), Callback()
+    assert small(callbacks=[first, second, third]).callbacks == {"Callback": first, "GradAccumulation": second, "Callback_2": third}
 
 
 def test_two_policies_that_fix_the_same_thing_are_refused() -> None:
