@@ -5,10 +5,8 @@ Read from the bottom: `train` assembles a `Trainer`, restores it, runs it and sa
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,20 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttrain.checkpoint.files import step_of, steps_in, supersede
+from disttrain.checkpoint.files import step_of, supersede
 from disttrain.checkpoint.load import latest_good
 from disttrain.config.components import signature_of
-from disttrain.config.schema import Config, GenerateConfig
+from disttrain.config.fit import check_data
+from disttrain.config.schema import Config
 from disttrain.data import adapt
 from disttrain.data.module import DataModule
 from disttrain.errors import CheckpointError, ConfigError, DataError, same_at_every_start
 from disttrain.launch.place import Place
-from disttrain.models.sampling import pieces, sample
 from disttrain.parallel.collectives import gather_json
 from disttrain.parallel.materialise import ShapesOnly
 from disttrain.parallel.mesh import Mesh
 from disttrain.parallel.options import Options
-from disttrain.places import place_of, shown
+from disttrain.places import place_of
 from disttrain.record import RunFolder
 from disttrain.train.assembly import run_length, training_order
 from disttrain.train.hooks import Callback
@@ -39,15 +37,10 @@ from disttrain.train.optimizer import Schedule, from_torch, tabulate
 from disttrain.train.state import load_weights, restore
 from disttrain.train.summary import end_table, measured, start_table, warnings_of
 from disttrain.train.trainer import Trainer
-
-SAMPLE_LENGTH, SAMPLE_FROM = 160, 50
-"""Tokens shown at the end of a run, and the steps from which on they are more than noise."""
+from disttrain.train.writing import say, show_sample
 
 TRIED_UPDATES = 1000
 """Updates for which a schedule is asked before ranks start; a wrong one is wrong at its first, mostly."""
-
-DEFAULT_CONTEXT = 128
-"""Tokens shown to a model that does not say how many it can see."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -92,6 +85,7 @@ def prepare(config: Config) -> None:
         module.prepare()
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise DataError(f"prepared data can't be kept there: {error}", "paths.data=<a folder that you may write to>") from error
+    check_data(config, module, class_of(config.model))
     order = training_order(adapt.numbered(module.train()), config.train.global_batch_size, config.seed, module.shuffle)
     num_steps = run_length(config.train.steps, config.train.epochs, order)
     tabulate(build_schedule(config)(num_steps), min(num_steps, TRIED_UPDATES), torch.device("cpu"))
@@ -219,7 +213,7 @@ def train(config: Config, folder: RunFolder | None, place: Place) -> dict[str, A
         result = replace(result, metrics=folder.last_values() | result.metrics)  # what a resumed run had measured before counts too
     say(trainer, end_table(trainer, result, config.predicted))
     if result.status == "done" and folder is not None:
-        _show_sample(trainer, config, folder)
+        show_sample(trainer, config, folder)
     found = {"status": result.status, "reason": result.reason, "step": result.step, "metrics": result.metrics}
     return found | {"predicted": config.predicted, "measured": measured(config.predicted, result.metrics)}
 
@@ -257,44 +251,3 @@ def _newest(named: Path, trainer: Trainer) -> tuple[Path | None, list[str], bool
         return named, [], False
     found = latest_good(named, trainer.mesh.axis("world"))
     return found.folder, list(found.passed_over), True
-
-
-def say(trainer: Trainer, what: Any) -> None:
-    """Show a line or a table once."""
-    if trainer.is_lead:
-        from rich.console import Console
-
-        with contextlib.suppress(BrokenPipeError, SystemExit):  # who read along has gone, and the run goes on
-            Console(highlight=False, markup=False).print(what, soft_wrap=isinstance(what, str))
-
-
-def write_text(trainer: Trainer, wanted: GenerateConfig, seed: int) -> Iterator[str]:
-    """The prompt and what the model makes of it, piece by piece; the same on every rank of a tensor group, all of which must call."""
-    prompt_ids = trainer.data.encode(wanted.prompt)
-    drawn = sample(
-        trainer.strategy.outputs,
-        prompt_ids,
-        wanted.length,
-        wanted.temperature,
-        wanted.top_k,
-        torch.Generator().manual_seed(seed),
-        int(getattr(trainer.model, "max_seq_len", DEFAULT_CONTEXT)),
-        trainer.device,
-    )
-    yield from pieces(trainer.data.decode, prompt_ids, drawn)
-
-
-def _show_sample(trainer: Trainer, config: Config, folder: RunFolder) -> None:
-    """What a language model now writes, and what to do next. Every rank of the first replica takes part."""
-    writes = trainer.data.kind == "tokens" and trainer.data.bytes_per_token is not None
-    if writes and trainer.progress.step < SAMPLE_FROM:
-        say(trainer, f"no sample of what it writes: before step {SAMPLE_FROM} that is noise")
-    elif writes and trainer.mesh.axis("dp_replicate").index == 0:
-        trainer.model.eval()
-        text = "".join(write_text(trainer, replace(config.generate, length=SAMPLE_LENGTH), config.seed))
-        say(trainer, f"what it writes now\n\n{text}\n")
-    where = shown(folder.path)
-    say(trainer, f"run folder: {where}")
-    if steps_in(folder.checkpoints) and (writes or trainer.evaluator is not None):
-        verb = f"generate {shlex.quote(where)} prompt='class '" if writes else f"evaluate {shlex.quote(where)}"
-        say(trainer, f"try next:   python -m disttrain {verb}")

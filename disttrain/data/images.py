@@ -64,6 +64,8 @@ class _ImageSet(DataModule):
     kind: Kind = "images"
     needs_prepare: ClassVar[bool] = True
     name: ClassVar[str]
+    size: int = 28
+    """Pixels a side."""
 
     def __init__(self, data_dir: str, key: str, loading: Loading) -> None:
         self.folder = Path(data_dir).expanduser()
@@ -88,6 +90,11 @@ class _ImageSet(DataModule):
     def num_classes(self) -> int:
         """Ten."""
         return 10
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
+        """One channel, height and width."""
+        return (1, self.size, self.size)
 
     def _prepared(self) -> prepared.Prepared:
         found = prepared.find(self.folder, self.name, self.key)

@@ -72,6 +72,11 @@ class DataModule(ABC):
         """Number of different labels, where targets are labels."""
         return None
 
+    @property
+    def sample_shape(self) -> tuple[int, ...] | None:
+        """Shape of one sample's inputs, where it is known and all have the same."""
+        return None
+
     def encode(self, text: str) -> list[int]:
         """Token numbers of `text`."""
         raise DataError(f"{type(self).__name__} has no text: only language models can go on from a prompt")

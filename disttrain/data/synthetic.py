@@ -83,6 +83,11 @@ class Synthetic(DataModule):
         """Number of different labels."""
         return self._num_classes if self.kind == "images" else None
 
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """`shape`, or the context."""
+        return self.shape
+
 
 class RandomSamples:
     """One split of `Synthetic`."""

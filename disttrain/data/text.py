@@ -100,6 +100,11 @@ class TextFiles(DataModule):
         return 256 if self.vocabulary == "bytes" else len(self._characters())
 
     @property
+    def sample_shape(self) -> tuple[int]:
+        """As many tokens as a window has."""
+        return (self.context,)
+
+    @property
     def bytes_per_token(self) -> float:
         """One, or the mean length of a character in UTF-8, over all files."""
         return 1.0 if self.vocabulary == "bytes" else float(self._prepared().facts["bytes_per_token"])

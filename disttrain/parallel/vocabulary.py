@@ -33,6 +33,7 @@ class VocabEmbedding(nn.Module):
     def forward(self, tokens_bt: Tensor) -> Tensor:
         """Token numbers to [b, t, d], whole or this rank's tokens."""
         num_rows = self.weight.shape[0]
+        _must_be_below(num_rows * self.axis.size, tokens_bt)
         local_bt = tokens_bt - self.axis.index * num_rows
         elsewhere_bt = (local_bt < 0) | (local_bt >= num_rows)
         x_btd = F.embedding(local_bt.masked_fill(elsewhere_bt, 0), self.weight)
@@ -46,6 +47,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor, axis: Axis, ignored: int) -> Tensor:
         num_rows = logits_nv.shape[1]
+        valid_n = targets_n != ignored
+        _must_be_below(num_rows * axis.size, targets_n.masked_fill(~valid_n, 0))
         peak_n = collectives.all_reduce(logits_nv.max(dim=1).values, axis, "max")
         shifted_nv = logits_nv - peak_n[:, None]
         local_n = targets_n - axis.index * num_rows
@@ -54,7 +57,6 @@ class _VocabCrossEntropy(torch.autograd.Function):
         picked_n = shifted_nv.gather(1, local_n[:, None]).squeeze(1).masked_fill(~here_n, 0.0)
         exp_nv = shifted_nv.exp_()
         total_n, target_n = collectives.all_reduce_(torch.stack([exp_nv.sum(1), picked_n]), axis)
-        valid_n = targets_n != ignored
         ctx.save_for_backward(exp_nv.div_(total_n[:, None]), local_n, here_n, valid_n)
         losses_n: Tensor = (total_n.log() - target_n).masked_fill(~valid_n, 0.0)
         return losses_n
@@ -66,6 +68,11 @@ class _VocabCrossEntropy(torch.autograd.Function):
         grad_nv = softmax_nv.clone()
         grad_nv.scatter_add_(1, local_n[:, None], -here_n.to(grad_nv.dtype)[:, None])
         return grad_nv.mul_((grad_n * valid_n)[:, None]), None, None, None
+
+
+def _must_be_below(size: int, numbers: Tensor) -> None:
+    """Fail as torch's own lookup does on a token that no rank holds, without the device being waited for: it would count as nothing."""
+    torch._assert_async(((numbers >= 0) & (numbers < size)).all(), f"a token is not among the {size} of the vocabulary")
 
 
 def vocab_cross_entropy(axis: Axis, ignored: int) -> Callable[[Tensor, Tensor], Tensor]:

@@ -20,7 +20,7 @@ from disttrain.parallel.mesh import Axis, Mesh
 from disttrain.parallel.plan import apply_tensor_plan
 from disttrain.parallel.random import Streams
 from disttrain.parallel.tensor import ColumnLinear, RowLinear
-from disttrain.parallel.vocabulary import vocab_cross_entropy
+from disttrain.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from tests import tiny
 from tests.parallel.ranks import prepared, run_step, sizes
 
@@ -211,6 +211,20 @@ def test_cross_entropy_over_a_cut_vocabulary_is_torchs(peak: float, run_world: R
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(part.grad, whole.grad.chunk(2, 1)[place.rank], rtol=1e-12, atol=1e-12)
         assert found[2] == found[5] == 0.0
+
+    run_world(check)
+
+
+@pytest.mark.world(2)
+def test_a_token_that_no_rank_holds_is_an_error(run_world: RunWorld) -> None:
+    """As on one device: it would count as nothing, and training would go on."""
+
+    def check(place: Place) -> None:
+        axis = Mesh({"tp": 2}, place.rank).axis("tp")
+        with pytest.raises(RuntimeError, match="not among the 16 of the vocabulary"):
+            VocabEmbedding(nn.Embedding(8, 4), axis, sequence=False)(torch.tensor([[3, 16]]))
+        with pytest.raises(RuntimeError, match="not among the 16 of the vocabulary"):
+            vocab_cross_entropy(axis, IGNORED)(draw(2, 8), torch.tensor([IGNORED, 16]))
 
     run_world(check)
 
