@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import sysconfig
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
@@ -116,7 +117,11 @@ class TextFiles(DataModule):
         numbers = {character: i for i, character in enumerate(self._characters())}
         unknown = sorted(set(text) - set(numbers))
         if unknown:
-            raise DataError(f"the text doesn't hold the characters {unknown}, so the model knows no token for them")
+            known = "".join(one for one in numbers if one.isprintable() and not one.isspace())[:8]
+            raise DataError(
+                f"the text doesn't hold the characters {unknown}, so the model knows no token for them",
+                f"generate.prompt={shlex.quote(known)}" if known else None,
+            )
         return [numbers[character] for character in text]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -23,11 +23,13 @@ def sample(
     generator: torch.Generator,
     max_seq_len: int,
     device: torch.device | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[int]:
     """The `length` tokens after `prompt_ids`, as each is drawn from `model` (numbers [1, max_seq_len] to logits [1, max_seq_len, v]).
 
     Every call of the model has that one shape: what is not there yet is padding to the right, which a causal model doesn't
     see, and of a longer text it sees the end. `temperature` 0 takes the likeliest token; `top_k` draws from the k likeliest.
+    Tokens from `vocab_size` on stand for no text (a model may have more, to come out even) and are never drawn.
     Draws come from `generator` (on the CPU) alone, so all ranks that see the same logits and seed draw the same.
     """
     if not prompt_ids:
@@ -42,7 +44,7 @@ def sample(
             padded = torch.zeros(1, max_seq_len, dtype=torch.int64)
             padded[0, : len(window)] = torch.tensor(window)
             logits = model(padded.to(device))[0, len(window) - 1]
-            ids.append(draw(logits.float().cpu(), temperature, top_k, generator))
+            ids.append(draw(logits[:vocab_size].float().cpu(), temperature, top_k, generator))
             yield ids[-1]
     finally:
         if isinstance(model, nn.Module):

@@ -12,6 +12,8 @@ import torch
 
 from disttrain.checkpoint.files import steps_in
 from disttrain.config.schema import Config, GenerateConfig
+from disttrain.data.adapt import numbered
+from disttrain.errors import DataError
 from disttrain.models.sampling import pieces, sample
 from disttrain.places import shown
 from disttrain.record import RunFolder
@@ -19,6 +21,9 @@ from disttrain.train.trainer import Trainer
 
 SAMPLE_LENGTH, SAMPLE_FROM = 160, 50
 """Tokens shown at the end of a run, and the steps from which on they are more than noise."""
+
+PROPOSED, BEGINNING = "class ", 8
+"""The prompt that is proposed at the end of a run, and tokens of the training text that stand in where it can't be told to the model."""
 
 DEFAULT_CONTEXT = 128
 """Tokens shown to a model that does not say how many it can see."""
@@ -45,6 +50,7 @@ def write_text(trainer: Trainer, wanted: GenerateConfig, seed: int) -> Iterator[
         torch.Generator().manual_seed(seed),
         int(getattr(trainer.model, "max_seq_len", DEFAULT_CONTEXT)),
         trainer.device,
+        trainer.data.vocab_size,
     )
     yield from pieces(trainer.data.decode, prompt_ids, drawn)
 
@@ -56,10 +62,26 @@ def show_sample(trainer: Trainer, config: Config, folder: RunFolder) -> None:
         say(trainer, f"no sample of what it writes: before step {SAMPLE_FROM} that is noise")
     elif writes and trainer.mesh.axis("dp_replicate").index == 0:
         trainer.model.eval()
-        text = "".join(write_text(trainer, replace(config.generate, length=SAMPLE_LENGTH), config.seed))
+        wanted = replace(config.generate, prompt=_told(trainer, config.generate.prompt), length=SAMPLE_LENGTH)
+        text = "".join(write_text(trainer, wanted, config.seed))
         say(trainer, f"what it writes now\n\n{text}\n")
     where = shown(folder.path)
     say(trainer, f"run folder: {where}")
     if steps_in(folder.checkpoints) and (writes or trainer.evaluator is not None):
-        verb = f"generate {shlex.quote(where)} prompt='class '" if writes else f"evaluate {shlex.quote(where)}"
+        verb = f"evaluate {shlex.quote(where)}"
+        if writes:
+            verb = f"generate {shlex.quote(where)} prompt={shlex.quote(_told(trainer, PROPOSED))}"
         say(trainer, f"try next:   python -m disttrain {verb}")
+
+
+def _told(trainer: Trainer, prompt: str) -> str:
+    """`prompt`; where the vocabulary lacks its characters, or it has none, how the training text begins."""
+    try:
+        if trainer.data.encode(prompt):
+            return prompt
+    except DataError:
+        pass
+    first = torch.tensor([0])
+    inputs, _ = numbered(trainer.data.train()).batch(first, first)
+    text = trainer.data.decode(inputs[0, :BEGINNING].tolist())
+    return next(filter(None, text.splitlines()), text)

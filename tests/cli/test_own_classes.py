@@ -15,6 +15,7 @@ import disttrain
 from disttrain.cli import main
 from disttrain.errors import ConfigError
 from disttrain.record import RunFolder
+from disttrain.train import writing
 from tests.cli.words import BARE
 
 ALONE = [*BARE, "strategy=single"]
@@ -122,6 +123,23 @@ def test_a_run_too_short_for_a_sample_says_so(elsewhere: Path, capfd: pytest.Cap
     environment = {**os.environ, "PYTHONPATH": str(Path(disttrain.__file__).parents[1])}
     read = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
     assert (read.stdout, read.stderr) == ("def", "")  # who has read enough is no failure
+
+
+def test_a_text_without_the_prompts_letters_and_a_model_of_more_tokens_end_well(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The sample goes on from the text's own beginning, and has no token that the text has not."""
+    monkeypatch.setattr(writing, "SAMPLE_FROM", 1)
+    (elsewhere / "genome.txt").write_text("ACGTTGCA\n" * 40, encoding="utf-8")
+    text = ["dataset=text", "dataset.paths=[genome.txt]", "dataset.context=8", "dataset.vocabulary=characters", "callbacks=[checkpoint]"]
+    assert main([*(word for word in ALONE if not word.startswith("dataset")), *text]) == 0
+    said = capfd.readouterr().out
+    written = said.partition("what it writes now\n\n")[2].partition("run folder:")[0].strip()
+    assert written.startswith("ACGTTGCA")
+    assert set(written) <= set("ACGT\n")
+    assert "prompt=ACGTTGCA" in said
+    assert "try: generate.prompt=ACGT" in refused(capfd, "generate", str(newest().path))
+    assert main(["generate", str(newest().path), "generate.prompt=ACGT", "length=3"]) == 0
 
 
 def test_a_layout_typed_at_resume_replaces_the_stored_one(capfd: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,13 @@ def test_goes_on_from_the_last_token_past_the_context_in_one_shape():
     assert model.shapes == {(1, 8)}
 
 
+def test_tokens_that_the_data_has_no_text_for_are_never_drawn():
+    ids = list(sample(Successor(), [3], 20, 0.0, None, generator(), max_seq_len=8, vocab_size=6))
+    assert ids[:2] == [4, 5]
+    assert max(ids) == 5
+    assert max(sample(Successor(), [3], 50, 9.0, None, generator(), max_seq_len=8, vocab_size=6)) < 6
+
+
 def test_padding_is_not_seen():
     model = GPT(num_layers=1, hidden_size=16, num_heads=2, vocab_size=20, max_seq_len=12).double().eval()
     ids = list(sample(model, [1, 2, 3], 6, 0.0, None, generator(), max_seq_len=12))
