@@ -172,7 +172,7 @@ def _compose_and_run(verb: str, words: list[str], environment: Environment) -> i
         if show.wanted(request):
             return show.show(app, request)
         if request.multirun:
-            return _sweep(verb, app, request, environment, resumed)
+            return _sweep(verb, app, request, environment)
         composed, config = compose(app, request)
         if verb == "plan":
             return plan.main(config, parameters, request.overrides)
@@ -281,7 +281,7 @@ def _folders() -> Iterator[None]:
         raise ConfigError(f"the run folder can't be made: {error}", "paths.outputs=<a folder that you may write to>") from error
 
 
-def _sweep(verb: str, app: Hydra, request: Request, environment: Environment, resumed: Path | None) -> int:
+def _sweep(verb: str, app: Hydra, request: Request, environment: Environment) -> int:
     from disttrain.config.compose import run_sweep
     from disttrain.config.sweeper import exit_code, summary
 
@@ -289,8 +289,6 @@ def _sweep(verb: str, app: Hydra, request: Request, environment: Environment, re
         raise ConfigError(f"-m runs several trainings; '{verb}' takes one config at a time", "leave out -m")
     if not environment.is_alone:
         raise ConfigError(f"-m under {environment.launcher} would start every sweep once a rank", "python -m disttrain -m ..., without it")
-    if resumed is not None:
-        raise ConfigError("-m with resume= would let several jobs write into one run folder", "leave out -m or resume=")
     cwd = os.getcwd()
     with _folders():
         jobs = run_sweep(app, request, Task(environment, request), lambda config: ready(config, environment, cwd, trains=True))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from disttrain.errors import CheckpointError, ConfigError, UserError
 from disttrain.places import is_remote, shown
@@ -24,20 +27,51 @@ def key_of(word: str) -> str:
 
 
 def value_of(words: Iterable[str], key: str) -> str | None:
-    """What the last override of `key` sets it to, as typed, without quotes around all of it."""
-    value = None
-    for word in words:
-        if key_of(word) == key and "=" in word and not word.startswith("~"):
-            value = word.partition("=")[2]
-    if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-        value = value[1:-1]
-    return None if value in ("", "null") else value
+    """What the last override of `key` sets it to, as Hydra reads it: without quotes and escapes. What is no text is as typed."""
+    word = next((word for word in reversed(list(words)) if key_of(word) == key and "=" in word and not word.startswith("~")), None)
+    if word is None:
+        return None
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    typed = word.partition("=")[2]
+    try:
+        value = OverridesParser.create().parse_override(word).value()
+    except HydraException:  # composing it says what is wrong
+        return typed
+    return None if value in (None, "") else value if isinstance(value, str) else typed
 
 
-def fitting(stored: Sequence[str], typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Stored overrides to keep and to leave out: where another choice of a group is typed, the old one's keys go with it."""
-    chosen_anew = {group for group in CHOSEN_WHOLE if (choice := value_of(typed, group)) and choice != value_of(stored, group)}
-    left_out = [word for word in stored if key_of(word).partition(".")[0] in chosen_anew and "." in key_of(word)]
+@dataclass(frozen=True)
+class Choices:
+    """What overrides choose: an option by group, and the callbacks that are in."""
+
+    groups: Mapping[str, Any]
+    callbacks: frozenset[str]
+
+
+def fitting(stored: Sequence[str], typed: Sequence[str], before: Choices | None, after: Choices | None) -> tuple[list[str], list[str]]:
+    """Stored overrides to keep and to leave out, where the stored ones chose `before` and both together choose `after`.
+
+    With another choice of a group the old one's keys go; with a choice of callbacks the keys of those that are not in it, and
+    deletions. A deletion goes before anything typed below it. `before` is None if it can no longer be told.
+    """
+    keys = [key_of(word) for word in typed]
+    named = {key.split(".")[1] for key in keys if key.startswith("callbacks.")}
+
+    def is_out(word: str) -> bool:
+        key = key_of(word)
+        group, _, rest = key.partition(".")
+        if word.startswith("~") and any(one.startswith(f"{key}.") for one in keys):
+            return True
+        if after is None or not rest:
+            return False
+        if group == "callbacks":
+            is_new = before is None or before.callbacks != after.callbacks
+            return ("callbacks" in keys and word.startswith("~")) or (is_new and rest.split(".")[0] not in after.callbacks | named)
+        return group in CHOSEN_WHOLE and (group in keys if before is None else before.groups.get(group) != after.groups.get(group))
+
+    left_out = [word for word in stored if is_out(word)]
     return [word for word in stored if word not in left_out], left_out
 
 
@@ -67,7 +101,13 @@ def close(word: str) -> str:
 
 def for_shell(key: str, value: str) -> str:
     """An override as one types it into a shell, in Hydra's quotes and the shell's where the value needs them."""
-    return f"{key}={value}" if re.fullmatch(r"[\w./~-]+", value, re.ASCII) else f"\"{key}='{value}'\""
+    if re.fullmatch(r"[\w./~-]+", value, re.ASCII):
+        return f"{key}={value}"
+    is_hard = bool(set(value) & set("'\"$`\\!"))
+    quote = '"' if is_hard else "'"
+    inside = re.sub(rf"(\\*)({quote}|$)", lambda found: found[1] * 2 + found[2].replace(quote, f"\\{quote}"), value)
+    word = f"{key}={quote}{inside}{quote}"
+    return shlex.quote(word) if is_hard else f'"{word}"'
 
 
 def find_run(resume: str, outputs: Path, run_name: str | None) -> Path | None:
