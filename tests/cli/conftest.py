@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from disttrain.launch.outcome import Outcome
+
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -21,3 +23,16 @@ def witness(tmp_path: Path) -> Path:
     folder = tmp_path / "seen"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Jobs as they are handed to the launch, which does nothing."""
+    handed = []
+
+    def run(job, environment=None) -> Outcome:
+        handed.append(job)
+        return Outcome(0)
+
+    monkeypatch.setattr("disttrain.launch.job.run", run)
+    return handed

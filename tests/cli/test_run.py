@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import pickle
-import shlex
-import shutil
 import signal
 from pathlib import Path
 
@@ -21,24 +19,7 @@ from disttrain.config.compose import parse
 from disttrain.errors import CheckpointError, ConfigError
 from disttrain.launch.environment import Environment
 from disttrain.launch.outcome import Outcome
-
-SMALL = [
-    "model=transformer_block", "model.hidden_size=16", "model.num_heads=2", "model.max_seq_len=4", "dataset=synthetic",
-    "dataset.shape=[4,16]", "dataset.num_samples=64", "dataset.num_validation=8", "callbacks=none", "train.steps=2", "launch.device=cpu",
-]  # fmt: skip
-
-
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Jobs as they are handed to the launch, which does nothing."""
-    handed = []
-
-    def run(job, environment=None) -> Outcome:
-        handed.append(job)
-        return Outcome(0)
-
-    monkeypatch.setattr("disttrain.launch.job.run", run)
-    return handed
+from tests.cli.words import SMALL
 
 
 def resolved(folder: Path) -> dict:
@@ -159,130 +140,12 @@ def test_the_output_folder_can_be_chosen(jobs: list, elsewhere: Path) -> None:
     assert jobs[1].sweep_job.is_relative_to(elsewhere / "there")
 
 
-def stored(folder: Path, *words: str, name: str = "tiny") -> Path:
-    folder.mkdir(parents=True)
-    (folder / "overrides.yaml").write_text(yaml.safe_dump(list(words)))
-    (folder / "config.yaml").write_text(yaml.safe_dump({"run_name": name}))
-    (folder / "checkpoints/step-2").mkdir(parents=True)
-    return folder
-
-
-def test_resume_puts_the_stored_overrides_in_front(jobs: list, elsewhere: Path) -> None:
-    run = stored(elsewhere / "outputs/d/t", *SMALL, "seed=5", "+tags=[a]", "~model.bias", "optimizer.lr=0.5")
-    assert main([f"resume={run}", "optimizer.lr=0.25", "~model.bias", "+tags=[b]"]) == 0
-    assert main(["resume=outputs/d/t/checkpoints/step-2"]) == 0
-    first, second = jobs
-    assert (first.config.seed, first.config.optimizer["lr"], first.config.tags) == (5, 0.25, ["b"])
-    assert (second.config.optimizer["lr"], second.config.tags) == (0.5, ["a"])
-    assert (first.resume, second.resume) == (run, run)
-    assert second.config.resume == str(run / "checkpoints/step-2")
-    assert "seed=5" in first.overrides
-
-
-@pytest.mark.parametrize(
-    ("started", "typed", "left_out"),
-    [
-        (["~callbacks.wandb"], ["callbacks=minimal"], "~callbacks.wandb"),
-        (["~callbacks.wandb"], ["callbacks.wandb.mode=offline"], "~callbacks.wandb"),
-        (["~callbacks.wandb"], ["seed=3"], ""),
-        (["callbacks.wandb.mode=offline"], ["callbacks=none"], "callbacks.wandb.mode=offline"),
-        (["callbacks.wandb.mode=offline"], ["callbacks=[default,ema]"], ""),
-        (["callbacks.mine._target_=disttrain.callbacks.ema.EMA"], ["callbacks=none", "callbacks.mine.decay=0.5"], ""),
-        (["callbacks.mine._target_=disttrain.callbacks.ema.EMA"], ["callbacks=default"], ""),
-        (["scheduler.warmup_steps=1"], ["scheduler=cosine"], ""),
-        (["scheduler.warmup_steps=1"], ["scheduler=constant"], "scheduler.warmup_steps=1"),
-    ],
-)
-def test_stored_words_give_way_to_what_is_typed(
-    started: list[str], typed: list[str], left_out: str, jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = stored(elsewhere / "outputs/d/t", *(word for word in SMALL if not word.startswith("callbacks")), *started)
-    assert main([f"resume={run}", *typed]) == 0
-    err = capsys.readouterr().err
-    assert err == (f"disttrain: left out of what the run was started with: {left_out}\n" if left_out else "")
-    assert (started[0] in jobs[0].overrides) == (not left_out)
-
-
-def test_several_jobs_do_not_go_on_in_one_folder(jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = stored(elsewhere / "outputs/d/t", *SMALL)
-    for resume in ("auto", str(run)):
-        assert main(["-m", *SMALL, f"resume={resume}", "seed=1,2"]) == 2
-        assert "try: leave out -m or resume=\n" in capsys.readouterr().err
-    assert jobs == []
-
-
-@pytest.mark.parametrize("name", ["it's", "a$b", "sp ace", "back\\slash", "q\"'", "end\\", "it!"])
-def test_a_folder_of_any_name_is_found_by_what_is_suggested(
-    name: str, jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = stored(elsewhere / "outputs/d" / name, *SMALL)
-    assert main(["resume=nowhere"]) == 2
-    (word,) = shlex.split(capsys.readouterr().err.rpartition("try: ")[2])
-    assert main([word]) == 0
-    assert (jobs[0].resume, jobs[0].config.resume) == (run, str(run))
-    as_in_its_manual = {"it's": f"resume='{run}'".replace("it's", "it\\'s"), "sp ace": f"resume={run}".replace(" ", "\\ ")}
-    if name in as_in_its_manual:
-        assert main([as_in_its_manual[name]]) == 0
-
-
-def test_resume_auto_is_the_run_with_the_newest_checkpoint(jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "resume=auto", "run_name=mine"]) == 0
-    assert "so this begins anew" in capsys.readouterr().err
-    for age, (name, seed) in enumerate([("mine", 1), ("mine", 2), ("other", 3), ("mine", 4)]):
-        run = stored(elsewhere / f"outputs/d/{age}", *SMALL, f"seed={seed}", f"run_name={name}", name=name)
-        manifest = run / "checkpoints/step-2/manifest.json"
-        manifest.touch()
-        os.utime(manifest, (age, age))
-    manifest.unlink()  # the newest run was cut off before its first checkpoint was whole
-    assert main([*SMALL, "resume=auto", "run_name=mine"]) == 0
-    assert [(job.config.seed, job.resume) for job in jobs] == [(0, None), (2, elsewhere / "outputs/d/1")]
-    assert jobs[1].config.resume == str(elsewhere / "outputs/d/1")
-
-
-def test_a_run_that_is_not_there_is_answered_with_those_that_are(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for age, name in enumerate(["d/old", "d/sweep/0", "d/new"]):
-        run = stored(elsewhere / "outputs" / name)
-        os.utime(run / "overrides.yaml", (age, age))
-    for word, newest in (("resume=no/such/run", "d/new"), ("resume=outputs/d/sweep", "d/sweep/0"), ("resume=.", "d/new")):
-        assert main([word]) == 2
-        assert f"try: resume=outputs/{newest}\n" in capsys.readouterr().err
-    assert main(["generate", "no/such/run"]) == 2
-    assert "try: python -m disttrain generate outputs/d/new\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("verb", ["generate", "evaluate", "report"])
 def test_verbs_that_read_runs_say_how_they_are_called(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"python -m disttrain {verb} RUN")
     assert ("  generate.prompt=" in said) == (verb == "generate")
-
-
-def test_resume_keeps_another_primary_config(jobs: list, elsewhere: Path) -> None:
-    (elsewhere / "conf").mkdir()
-    (elsewhere / "conf/mine.yaml").write_text("defaults: [disttrain, _self_]\nseed: 9\n")
-    assert main(["-cn", "mine", *SMALL]) == 0
-    run = stored(elsewhere / "outputs/d/t", *jobs[0].overrides)
-    assert main([f"resume={run}"]) == 0
-    assert [job.config.seed for job in jobs] == [9, 9]
-
-
-def test_a_config_folder_that_was_moved_is_typed_again(jobs: list, elsewhere: Path) -> None:
-    for name in ("old", "new"):
-        (elsewhere / name / "optimizer").mkdir(parents=True)
-        (elsewhere / name / "optimizer/own.yaml").write_text("_target_: torch.optim.SGD\nlr: 0.5\n")
-    assert main(["-cd", "old", *SMALL, "optimizer=own"]) == 0
-    run = stored(elsewhere / "outputs/d/t", *jobs[0].overrides)
-    shutil.rmtree(elsewhere / "old")
-    assert main([f"resume={run}", "-cd", "new"]) == 0
-    assert jobs[1].config.optimizer["lr"] == 0.5
-
-
-def test_resume_calls_nothing_that_only_the_stored_run_names(jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = stored(elsewhere / "outputs/d/t", "model=custom", "model._target_=torch.load", "model.f=evil", "dataset=synthetic")
-    assert main([f"resume={run}"]) == 2
-    assert "torch.load" in capsys.readouterr().err
-    assert jobs == []
 
 
 @pytest.mark.parametrize(

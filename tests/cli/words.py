@@ -12,3 +12,9 @@ TINY = [
 
 BARE = [*TINY[:-3], "callbacks=none", "train.steps=2"]
 """The same for two steps, without a callback."""
+
+SMALL = [
+    "model=transformer_block", "model.hidden_size=16", "model.num_heads=2", "model.max_seq_len=4", "dataset=synthetic",
+    "dataset.shape=[4,16]", "dataset.num_samples=64", "dataset.num_validation=8", "callbacks=none", "train.steps=2", "launch.device=cpu",
+]  # fmt: skip
+"""The smallest model, which is no language model, on two ranks."""
