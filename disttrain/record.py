@@ -33,7 +33,7 @@ import yaml
 from disttrain.errors import LaunchError
 from disttrain.places import is_remote, place_of
 from disttrain.secrecy import redacted
-from disttrain.texts import numbers, read_json, strict, strict_json, write_json, write_text
+from disttrain.texts import numbers, read_mapping, read_yaml, row_of, strict, strict_json, write_json, write_text
 
 _POINTER = "checkpoints.url"
 _ID_LETTERS = string.ascii_lowercase + string.digits
@@ -111,7 +111,7 @@ class RunFolder:
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """What `rank` has written for itself; empty if nothing."""
-        return dict(numbers(read_json(self._rank_file(rank)) or {}))
+        return read_mapping(self._rank_file(rank))
 
     def ranks(self) -> list[int]:
         """Ranks that have written something for themselves."""
@@ -163,14 +163,15 @@ class RunFolder:
         number = len(self._all("config"))
         name = f".{number}" if number else ""
         text = self._portable(text)
+        begun = {} if before is None else read_yaml(before, dict)
+        self._result_before = self.result() if number else {}
         files = self.path / f"config{name}.yaml", self.path / f"overrides{name}.yaml"
         write_text(files[0], text)
         write_text(files[1], self._portable(yaml.safe_dump(list(overrides), allow_unicode=True)))
         self._added = files if number else ()
-        self._result_before = self.result() if number else {}
         if before is None:
             return {}
-        old, new = (dict(_flat(yaml.safe_load(one) or {})) for one in (before.read_text(encoding="utf-8"), text))
+        old, new = (dict(_flat(one)) for one in (begun, yaml.safe_load(text) or {}))
         absent = "(absent)"
         return {
             key: (old.get(key, absent), new.get(key, absent))
@@ -189,15 +190,16 @@ class RunFolder:
 
     def config_text(self) -> str:
         """The newest resolved config; FileNotFoundError where there is none."""
-        newest = self._newest("config")
-        if newest is None:
-            raise FileNotFoundError(f"{self.path} holds no config.yaml: it is not a run folder")
-        return newest.read_text(encoding="utf-8")
+        return self._config_file().read_text(encoding="utf-8")
+
+    def config_values(self) -> dict[str, Any]:
+        """The newest resolved config as plain data; ConfigError where it is damaged."""
+        return read_yaml(self._config_file(), dict)
 
     def overrides(self) -> list[str]:
         """What was typed for the newest config of this run, stored overrides included."""
         newest = self._newest("overrides")
-        return [] if newest is None else [str(one) for one in yaml.safe_load(newest.read_text(encoding="utf-8")) or []]
+        return [] if newest is None else [str(one) for one in read_yaml(newest, list)]
 
     def store_environment(self, description: Mapping[str, Any]) -> None:
         """Write environment.json; one of an earlier start of the same run moves to environment.<n>.json."""
@@ -218,7 +220,7 @@ class RunFolder:
         self._metrics.flush()
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl in order; a last line cut off by a crash is left out."""
+        """The rows of metrics.jsonl in order; lines that a crash has torn are left out."""
         return list(self._rows())
 
     def last_values(self) -> dict[str, float]:
@@ -250,9 +252,15 @@ class RunFolder:
 
     def result(self) -> dict[str, Any]:
         """What result.json holds; `status` is 'running' while a run is alive, or was killed without a word."""
-        return dict(numbers(read_json(self.path / "result.json") or {}))
+        return read_mapping(self.path / "result.json")
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _config_file(self) -> Path:
+        newest = self._newest("config")
+        if newest is None:
+            raise FileNotFoundError(f"{self.path} holds no config.yaml: it is not a run folder")
+        return newest
 
     def _rank_file(self, rank: int) -> Path:
         return self.path / "ranks" / f"rank-{rank}.json"
@@ -260,10 +268,8 @@ class RunFolder:
     def _rows(self) -> Iterator[dict[str, Any]]:
         if not self.metrics_file.exists():
             return
-        with self.metrics_file.open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.endswith("\n") and line.strip():
-                    yield numbers(json.loads(line))
+        with self.metrics_file.open(encoding="utf-8", errors="replace") as lines:
+            yield from (row for line in lines if line.endswith("\n") and (row := row_of(line)) is not None)
 
     def _drop_torn_line(self) -> None:
         """A line without its end was cut off by a crash: what is added must not be glued to it."""

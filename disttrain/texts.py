@@ -8,9 +8,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import yaml
+
+from disttrain.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -26,11 +33,55 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file, or None where there is none."""
+    """The value of a JSON file, or None where there is none. ConfigError for a file that is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"it is no JSON: {error}") from error
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The JSON object of a file, numbers as `strict` found them; empty where there is none. ConfigError for anything else."""
+    value = read_json(path)
+    if value is not None and not isinstance(value, dict):
+        raise _damaged(path, "it holds no JSON object")
+    return dict(numbers(value or {}))
+
+
+def row_of(line: str) -> dict[str, Any] | None:
+    """The row of a log point that a line holds; None for a line that is none, as a machine that goes down may leave behind."""
+    try:
+        row = numbers(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def read_yaml(path: Path, kind: type[T]) -> T:
+    """The value of a YAML file, which is a `kind`. ConfigError for a file that is damaged or holds something else."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise _damaged(path, f"it is no YAML: {' '.join(str(error).split())}", is_needed=True) from error
+    if not isinstance(value, kind):
+        raise _damaged(path, f"it holds no {'mapping' if kind is dict else 'list'}", is_needed=True)
+    return value
+
+
+def typed_value(text: str) -> Any:
+    """What was typed after a key's equals sign: a YAML value, or the text itself where it is none."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+
+
+def _damaged(path: Path, why: str, is_needed: bool = False) -> ConfigError:
+    """What is told of a file in a record; a run is read without those that it does not need."""
+    aside = f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}"
+    return ConfigError(f"{path} can't be read: {why}", f"a copy of {path.name} in its place" if is_needed else aside)
 
 
 def strict_json(value: Any) -> str:

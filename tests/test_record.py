@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain.errors import LaunchError
+from disttrain.errors import ConfigError, LaunchError
 from disttrain.record import RunFolder, new_folder
 from disttrain.texts import write_json
 
@@ -164,6 +164,36 @@ def test_a_line_cut_off_by_a_crash_is_no_row(tmp_path: Path) -> None:
     folder.append({"step": 2})
     folder.close()
     assert folder.read() == [{"step": 1}, {"step": 2}]
+
+
+def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path)
+    torn = ['{"step": 2, "tr', "\0\0\0", "null", "5", '{"train/loss": 3}', "[" * 100_000, '{"step": "two"}', "", "\udcff"]
+    lines = ['{"step": 1}', *torn, '{"step": 3}', ""]
+    folder.metrics_file.write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
+    assert folder.read() == [{"step": 1}, {"step": 3}]
+    folder.cut_back(1)
+    assert folder.metrics_file.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("text", ["", '{"status": "do', "5", "[]", "[" * 100_000])
+def test_a_damaged_result_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"result\.json can't be read") as raised:
+        RunFolder(tmp_path).result()
+    assert raised.value.remedy is not None
+    subprocess.run(raised.value.remedy, shell=True, check=True)
+    assert RunFolder(tmp_path).result() == {}
+
+
+@pytest.mark.parametrize("text", ["", "\0\0", "a: [", "5", "- a"])
+def test_a_damaged_config_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    folder = RunFolder(tmp_path)
+    for read in (folder.config_values, lambda: folder.store_config("a: 1\n", [])):
+        with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):
+            read()
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "a refused resume stores nothing"
 
 
 def test_a_new_folder_has_no_rows_and_no_result(tmp_path: Path) -> None:

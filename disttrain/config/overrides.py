@@ -11,6 +11,7 @@ from typing import Any
 
 from disttrain.errors import CheckpointError, ConfigError, UserError
 from disttrain.places import is_remote, shown
+from disttrain.texts import read_yaml
 
 _KEY = re.compile(r"^(?P<mark>~|\+{0,2})(?P<key>[^=]*)")
 
@@ -164,9 +165,7 @@ def _saved_at(run: Path) -> float | None:
 
 
 def _name_of(run: Path) -> str | None:
-    import yaml
-
     try:
-        return str(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")).get("run_name"))
-    except (OSError, yaml.YAMLError, AttributeError):
+        return str(read_yaml(run / "config.yaml", dict).get("run_name"))
+    except (OSError, UserError):
         return None

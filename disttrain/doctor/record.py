@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from disttrain.config import typed
 from disttrain.config.check import check_numbers
 from disttrain.config.schema import Config, DoctorConfig
@@ -28,7 +26,7 @@ from disttrain.plan.planned import Plan
 from disttrain.plan.table import facts, title
 from disttrain.plan.walls import show_bytes
 from disttrain.record import RunFolder
-from disttrain.texts import read_json
+from disttrain.texts import read_mapping
 
 FILE = "breakdown.json"
 
@@ -39,12 +37,12 @@ def main(run: Path, words: Sequence[str]) -> int:
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is no run folder: it holds no config.yaml", "the folder of one run: outputs/<date>/<time>-<id>")
     wanted = _options(words)
-    values = yaml.safe_load(folder.config_text())
+    values = folder.config_values()
     config = typed.build(Config, values)
     check_numbers(config)
     result, rows = folder.result(), folder.read()
     plan = plan_of(config)
-    window = read_json(run / FILE)
+    window = read_mapping(run / FILE)
     ended = how_it_ended({"step": rows[-1]["step"] if rows else "?"} | result, config.launch.device)
     finding = measured(config, window) if window else estimated(config, rows, plan)
     if wanted.json:

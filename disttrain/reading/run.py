@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from disttrain import build
 from disttrain.checkpoint.load import latest_good
 from disttrain.config import typed
@@ -19,6 +17,7 @@ from disttrain.config.trust import check_stored
 from disttrain.errors import CheckpointError, ConfigError
 from disttrain.launch.place import alone
 from disttrain.record import RunFolder
+from disttrain.texts import typed_value
 from disttrain.train.state import load_weights
 from disttrain.train.trainer import Trainer
 
@@ -37,7 +36,7 @@ def open_run(run: Path, words: Sequence[str], section: str) -> tuple[Config, Pat
         jobs = sorted(str(file.parent) for file in folder.path.glob("*/config.yaml"))
         remedy = f"a job of this sweep: {', '.join(jobs[:4])}" if jobs else "the folder of one run: outputs/<date>/<time>-<id>"
         raise ConfigError(f"{run} is no run folder: it holds no config.yaml", remedy)
-    values = yaml.safe_load(folder.config_text())
+    values = folder.config_values()
     check_stored(values, words, folder.path)
     for word in words:
         _set(values, word, section)
@@ -69,7 +68,7 @@ def _set(values: dict[str, object], word: str, section: str) -> None:
         near = typed.nearest(last, known)
         message = f"{word}: there is no key '{'.'.join([*path, last])}'; there are {', '.join(map(str, known))}"
         raise ConfigError(message, f"{'.'.join([*path, near])}=..." if near else None)
-    place[last] = text if isinstance(place[last], str) else yaml.safe_load(text)
+    place[last] = text if isinstance(place[last], str) else typed_value(text)
 
 
 def restored(config: Config, checkpoint: Path) -> Trainer:

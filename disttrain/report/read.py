@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from disttrain.errors import ConfigError
+from disttrain.errors import ConfigError, UserError
 from disttrain.record import RunFolder
 from disttrain.secrecy import redacted
-from disttrain.texts import read_json
+from disttrain.texts import read_json, read_mapping
 
 DEEPEST = 3
 """Folders below a given one that are looked into."""
@@ -59,7 +58,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`done`, `failed`, `user_error`, `interrupted`, `preempted` or `running`."""
+        """`done`, `failed`, `user_error`, `interrupted`, `preempted`, `running`, or `unreadable` for a damaged record."""
         return str(self.result.get("status", ""))
 
     @property
@@ -120,7 +119,11 @@ def collect(paths: Sequence[Path]) -> list[Run]:
 
 
 def _under(path: Path, depth: int) -> Iterator[Run]:
-    jobs = read_json(path / "sweep.json")
+    try:
+        jobs = read_json(path / "sweep.json")
+    except ConfigError as error:
+        print(f"disttrain: {error.message}; its runs are found by their folders", file=sys.stderr)
+        jobs = None
     if isinstance(jobs, list):
         known = {str(job["job"]): job for job in jobs}
         others = sorted(one.name for one in path.iterdir() if _is_run(one) and one.name not in known)
@@ -138,18 +141,31 @@ def _is_run(path: Path) -> bool:
 
 
 def _open(path: Path, job: Mapping[str, Any]) -> Run:
-    """The run at `path`; `job` is what its sweep says of it, which is all there is of one that never began."""
+    """The run at `path`; one whose record is damaged says so, and does not keep the others from being shown."""
+    try:
+        return _read(path, job)
+    except (UserError, OSError) as error:
+        reason = error.message if isinstance(error, UserError) else str(error)
+        return Run(path, {"status": "unreadable", "reason": reason}, words=_words_of(job))
+
+
+def _words_of(job: Mapping[str, Any]) -> list[str]:
+    return [str(word) for word in job.get("overrides", ())]
+
+
+def _read(path: Path, job: Mapping[str, Any]) -> Run:
+    """`job` is what its sweep says of the run at `path`, which is all there is of one that never began."""
     folder = RunFolder(path)
     result = folder.result() or {"status": STATUS.get(int(job.get("exit_code", 1)), "failed"), "reason": job.get("reason", "")}
-    config = yaml.safe_load(folder.config_text()) if (path / "config.yaml").is_file() else {}
+    config = folder.config_values() if (path / "config.yaml").is_file() else {}
     run = Run(
         path,
         result,
-        words=folder.overrides() or [str(word) for word in job.get("overrides", ())],
-        config=dict(flat(config or {})),
-        environment=read_json(path / "environment.json") or {},
+        words=folder.overrides() or _words_of(job),
+        config=dict(flat(config)),
+        environment=read_mapping(path / "environment.json"),
         rows=folder.read(),
-        window=read_json(path / "breakdown.json") or {},
+        window=read_mapping(path / "breakdown.json"),
         ranks=[folder.of_rank(rank) for rank in folder.ranks()],
     )
     if run.status in ("failed", "user_error"):

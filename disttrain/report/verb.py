@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from disttrain.config import typed
 from disttrain.config.schema import ReportConfig
 from disttrain.errors import ConfigError
@@ -18,7 +16,7 @@ from disttrain.report.curves import axes, metrics_of
 from disttrain.report.page import page
 from disttrain.report.read import Run, collect
 from disttrain.report.words import count
-from disttrain.texts import write_text
+from disttrain.texts import typed_value, write_text
 
 PAGE = "index.html"
 FOLDER = "report"
@@ -86,5 +84,5 @@ def _options(words: Sequence[str]) -> ReportConfig:
     values = {}
     for word in words:
         key, _, text = word.partition("=")
-        values[key.removeprefix("report.")] = yaml.safe_load(text)
+        values[key.removeprefix("report.")] = typed_value(text)
     return typed.build(ReportConfig, values, "report", [f"report.{name}" for name in vars(ReportConfig())])

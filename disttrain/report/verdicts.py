@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import yaml
-
 from disttrain.config import typed
 from disttrain.config.schema import Config
 from disttrain.config.trust import check_stored
@@ -56,7 +54,7 @@ def _remedies(run: Run, verdict: Verdict, whole: Budget) -> list[Remedy]:
     if not run.config:
         return []
     try:
-        values = yaml.safe_load(RunFolder(run.folder).config_text())
+        values = RunFolder(run.folder).config_values()
         check_stored(values, [], run.folder)
         return advise(verdict, typed.build(Config, values), whole, run.window)
     except UserError:

@@ -32,6 +32,7 @@ STATUS = {
     "interrupted": "interrupted",
     "preempted": "preempted, saved",
     "running": "running, or killed without a word",
+    "unreadable": "unreadable",
     "": "unknown",
 }
 """How a run ended, by what its record says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -82,6 +83,14 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "is no run folder" in capsys.readouterr().err
     assert cli.main(["doctor", str(tmp_path / "missing")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["result.json", "config.yaml", "breakdown.json"])
+def test_a_damaged_file_is_one_message(name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    (copy / name).write_text('{"status": "do')
+    assert cli.main(["doctor", str(copy)]) == 2
+    assert f"{copy / name} can't be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -160,6 +160,7 @@ def test_one_run_and_folders_above_runs(sweep: Path, tmp_path: Path, capsys: pyt
         (["."], "holds no run"),
         ([".", "report.colour=red"], "there is no key 'report.colour'"),
         ([".", "report.figures=maybe"], "true or false"),
+        ([".", "report.figures=["], "report.figures=[ is not allowed: it takes true or false"),
     ],
 )
 def test_mistakes(words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +196,25 @@ def test_a_timed_window_has_its_verdict(sweep: Path, tmp_path: Path) -> None:
     text = Outline((tmp_path / "index.html").read_text()).text
     assert "input, 80% of a step" in text
     assert "dataset.num_workers=" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["result.json", "config.yaml", "overrides.yaml", "environment.json", "breakdown.json", "ranks/rank-0.json"]
+)
+def test_a_damaged_run_is_named_and_the_others_are_drawn(name: str, tmp_path: Path) -> None:
+    records.sweep(tmp_path, steps=2)
+    (tmp_path / "0" / name).write_text('{"a": [')
+    assert cli.main(["report", str(tmp_path), "report.figures=false"]) == 0
+    text = Outline((tmp_path / "report" / "index.html").read_text()).text
+    assert "1 unreadable" in text
+    assert f"{name} can't be read" in text
+
+
+def test_a_damaged_list_of_jobs_leaves_their_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records.sweep(tmp_path, steps=2)
+    (tmp_path / "sweep.json").write_text('[{"job": "0"')
+    assert len(collect([tmp_path])) == 12
+    assert "sweep.json can't be read" in capsys.readouterr().err
 
 
 def test_runs_that_came_to_nothing_have_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
