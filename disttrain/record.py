@@ -33,7 +33,7 @@ import yaml
 from disttrain.errors import LaunchError
 from disttrain.places import is_remote, place_of
 from disttrain.secrecy import redacted
-from disttrain.texts import numbers, read_mapping, read_yaml, row_of, strict, strict_json, write_json, write_text
+from disttrain.texts import read_mapping, read_yaml, row_of, strict, strict_json, write_json, write_text
 
 _POINTER = "checkpoints.url"
 _ID_LETTERS = string.ascii_lowercase + string.digits
