@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 SAME_AGAIN = "another start would come to the same end"
 """Noted on an error that is not the user's and that a restart can't mend."""
@@ -25,8 +26,8 @@ class UserError(Exception):
     def __str__(self) -> str:
         return self.message if self.remedy is None else f"{self.message}\n  try: {self.remedy}"
 
-    def __reduce__(self) -> tuple[type[UserError], tuple[str, str | None]]:
-        return type(self), (self.message, self.remedy)
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str | None], dict[str, Any]]:
+        return type(self), (self.message, self.remedy), self.__dict__  # notes, too
 
 
 class ConfigError(UserError):
@@ -56,8 +57,8 @@ class MissingExtraError(UserError):
         super().__init__(f"{what_for} needs the package '{package}', which is not installed", f"pip install 'disttrain[{extra}]'")
         self.given = (package, extra, what_for)
 
-    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:  # type: ignore[override]
-        return type(self), self.given
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str], dict[str, Any]]:  # type: ignore[override]
+        return type(self), self.given, self.__dict__
 
 
 @contextmanager

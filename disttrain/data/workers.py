@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from disttrain.data.adapt import SeedsProcess
 from disttrain.data.dataset import Dataset
 from disttrain.data.module import Loading
+from disttrain.errors import UserError
 
 Request = tuple[Tensor, Tensor]
 """(indices, seeds) of one batch."""
@@ -50,7 +51,8 @@ class BatchSource:
         with warnings.catch_warnings():
             # Python 3.12 warns of every fork beside other threads; a worker of one thread takes none of their locks.
             warnings.filterwarnings("ignore", r"This process .* is multi-threaded, use of fork", DeprecationWarning)
-            return iter(self._loader)
+            batches = iter(self._loader)
+        return map(_raised, batches)
 
     def close(self) -> None:
         """End the workers."""
@@ -95,8 +97,19 @@ class _Served(torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, request: Request) -> tuple[Any, Any]:
-        return self.dataset.batch(*request)
+    def __getitem__(self, request: Request) -> tuple[Any, Any] | UserError:
+        try:
+            return self.dataset.batch(*request)
+        except UserError as error:  # torch would make a text of it, with the worker's traceback
+            return error
+
+
+def _raised(batch: Any) -> tuple[Any, Any]:
+    """A worker's batch; what it found wrong is raised here."""
+    if isinstance(batch, UserError):
+        raise batch
+    inputs, targets = batch
+    return inputs, targets
 
 
 def _unchanged(batch: Any) -> Any:

@@ -196,6 +196,23 @@ def test_a_broken_sample_is_named():
         MapStyle(Broken()).batch(rows, rows)
 
 
+class Grumbling(Augmented):
+    """What a user's own data set may say of its samples."""
+
+    def __getitem__(self, index):
+        raise DataError("the third file is torn", "dataset.skip=3")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_data_set_says_is_raised_as_it_is_from_a_worker_too(num_workers):
+    try:
+        collect(MapStyle(Grumbling()), num_workers)
+    except DataError as error:
+        said = error.with_traceback(None)  # whose frames would keep the workers
+    assert (said.message, said.remedy) == ("the third file is torn", "dataset.skip=3")
+    assert said.__notes__[0].startswith("while reading sample ")
+
+
 def test_own_data_sets_become_modules():
     assert isinstance(data_module(Augmented()), Adapted)
     module = data_module(Synthetic())
