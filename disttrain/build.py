@@ -18,7 +18,7 @@ from torch import nn
 from disttrain.checkpoint.files import step_of, supersede
 from disttrain.checkpoint.load import latest_good
 from disttrain.config.components import signature_of
-from disttrain.config.fit import check_data
+from disttrain.config.fit import check_data, takes_batch
 from disttrain.config.schema import Config
 from disttrain.data import adapt
 from disttrain.data.module import DataModule
@@ -30,7 +30,7 @@ from disttrain.parallel.mesh import Mesh
 from disttrain.parallel.options import Options
 from disttrain.places import place_of
 from disttrain.record import RunFolder
-from disttrain.train.assembly import run_length, training_order
+from disttrain.train.assembly import run_length, training_order, validation_split
 from disttrain.train.hooks import Callback
 from disttrain.train.memory import told_where_memory_went
 from disttrain.train.optimizer import Schedule, from_torch, tabulate
@@ -75,7 +75,8 @@ def data_module(config: Config) -> DataModule:
 def prepare(config: Config) -> None:
     """What can go wrong before ranks start does so here, once a node: classes, then data, which is fetched or converted.
 
-    ConfigError for a class of another kind than its place wants, DataError for data smaller than one global batch.
+    ConfigError for a class of another kind than its place wants and for a model that the data doesn't fit; DataError for data
+    smaller than one global batch, or for none to validate on.
     """
     _must_be("optimizer", config.optimizer, torch.optim.Optimizer, "optimizer=adamw")
     for key, component in config.callbacks.items():
@@ -86,7 +87,9 @@ def prepare(config: Config) -> None:
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise DataError(f"prepared data can't be kept there: {error}", "paths.data=<a folder that you may write to>") from error
     check_data(config, module, class_of(config.model))
-    order = training_order(adapt.numbered(module.train()), config.train.global_batch_size, config.seed, module.shuffle)
+    fits = partial(takes_batch, config)
+    order = training_order(adapt.numbered(module.train()), config.train.global_batch_size, config.seed, module.shuffle, fits)
+    validation_split(module)
     num_steps = run_length(config.train.steps, config.train.epochs, order)
     tabulate(build_schedule(config)(num_steps), min(num_steps, TRIED_UPDATES), torch.device("cpu"))
 

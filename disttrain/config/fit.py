@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from disttrain.config.check import check_batch, check_pipeline
 from disttrain.config.schema import Config
 from disttrain.data.module import DataModule
 from disttrain.errors import ConfigError
@@ -32,6 +34,17 @@ def check_data(config: Config, data: DataModule, model: Callable[..., Any]) -> N
             raise ConfigError(said, f"model.{key}={-(-found // step) * step}")
     if data.sample_shape is not None:
         _check_shape(config, given, tuple(data.sample_shape))
+
+
+def takes_batch(config: Config, global_batch_size: int) -> bool:
+    """Whether the layout comes out even with global batches of that size."""
+    other = replace(config, train=replace(config.train, global_batch_size=global_batch_size))
+    try:
+        check_batch(other)
+        check_pipeline(other)
+    except ConfigError:
+        return False
+    return True
 
 
 def _arguments(component: Mapping[str, Any], model: Callable[..., Any]) -> Mapping[str, Any]:

@@ -131,6 +131,13 @@ class Digits(_ImageSet):
         self.size = size
         self.validation_fraction = validation_fraction
 
+    def prepare(self) -> None:
+        """As for all image sets; DataError if nothing is left to validate on."""
+        super().prepare()
+        if len(self.validation()) == 0:
+            found = f"dataset.validation_fraction={self.validation_fraction} of {len(self.train())} images is less than one"
+            raise DataError(found, "dataset.validation_fraction=0.2")
+
     def _read(self) -> dict[str, NDArray[Any]]:
         try:
             from sklearn.datasets import load_digits

@@ -44,26 +44,39 @@ def check(*settings: float | None) -> None:
     check_numbers(Config(train=build(TrainConfig, dict(zip(names, plain, strict=True)), "train")))
 
 
-def training_order(train: Dataset, global_batch_size: int, seed: int, shuffle: bool) -> Order:
-    """The order of global batches; DataError for fewer samples than one of them."""
+def training_order(train: Dataset, global_batch_size: int, seed: int, shuffle: bool, fits: Callable[[int], bool]) -> Order:
+    """The order of global batches; DataError for fewer samples than one of them, with the largest batch that `fits` ranks and data."""
     if len(train) < global_batch_size:
+        smaller = next((size for size in range(len(train), 0, -1) if fits(size)), None)
         raise DataError(
             f"the training split has {len(train)} samples, fewer than one global batch (train.global_batch_size={global_batch_size})",
-            f"train.global_batch_size={max(1, len(train))}, or more data by the keys of dataset",
+            f"train.global_batch_size={smaller}, or more data by the keys of dataset" if smaller else "more data by the keys of dataset",
         )
     return Order(len(train), global_batch_size, seed, shuffle)
+
+
+def validation_split(data: DataModule) -> Dataset | None:
+    """The validation samples, if there is such a split; DataError for one without a sample."""
+    split = data.validation()
+    if split is None:
+        return None
+    split = numbered(split)
+    if len(split) == 0:
+        raise DataError("the validation split has no samples", "more data for it by the keys of dataset, or none: `validation` gives None")
+    return split
 
 
 def local_part(axis: Axis, global_batch_size: int, micro_batch_size: int | None) -> Slice:
     """A rank's part of a global batch in whole micro-batches; ConfigError where that does not come out even."""
     local = global_batch_size // axis.size
     micro = min(micro_batch_size or local, local)
-    if global_batch_size % axis.size or micro < 1 or local % micro:
+    part = Slice(axis, global_batch_size, micro)
+    if not part.takes(global_batch_size):
         raise ConfigError(
             f"train.global_batch_size={global_batch_size} is not divisible by {axis.size} data ranks times {micro} samples a micro-batch",
             f"train.global_batch_size={max(1, micro) * axis.size * max(1, local // max(1, micro))}",
         )
-    return Slice(axis, global_batch_size, micro)
+    return part
 
 
 def run_length(steps: int | None, epochs: int | None, order: Order) -> int:
@@ -124,10 +137,9 @@ def make_feed(data: DataModule, dataset: Dataset, order: Order, part: Slice, str
 def make_evaluator(data: DataModule, part: Slice, strategy: Strategy, metrics: Mapping[str, Any]) -> Evaluator | None:
     """What measures the validation split; None without one."""
     check_metrics(metrics)
-    split = data.validation()
+    split = validation_split(data)
     if split is None:
         return None
-    split = numbered(split)
     feed = make_feed(data, split, Order(len(split), part.global_batch_size, 0, shuffle=False), part, strategy)
     measured = MetricSet(strategy.task, metrics, strategy.mesh.axis("seen"), strategy.device)
     return Evaluator(strategy, feed, measured, data.bytes_per_token)

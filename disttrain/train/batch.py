@@ -43,6 +43,12 @@ class Slice:
         """Micro-batches a step."""
         return self.local_batch_size // self.micro_batch_size
 
+    def takes(self, global_batch_size: int) -> bool:
+        """Whether a batch of that size is as many whole micro-batches on every rank; a part that is smaller than one is one."""
+        local, rest = divmod(global_batch_size, self.axis.size)
+        micro = min(self.micro_batch_size, local)
+        return rest == 0 and micro > 0 and local % micro == 0
+
     def rows(self, of_batch: Tensor) -> Tensor:
         """This rank's part of [global_batch_size] numbers: its share of each micro-batch, in order."""
         return of_batch.view(self.num_micro, self.axis.size, self.micro_batch_size)[:, self.axis.index].flatten()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from disttrain.errors import ConfigError
+from disttrain.errors import ConfigError, DataError
 from disttrain.models.task import loss_names
 from disttrain.parallel import collectives
 from disttrain.parallel.materialise import share_buffers
@@ -81,7 +81,10 @@ class Evaluator:
         finally:
             model.train(was_training)
         losses, counts = totals.tolist()
-        means = [loss / count if count else math.nan for loss, count in zip(losses, counts, strict=True)]
+        if 0.0 in counts:
+            found = f"no target of the {prefix} split counts: all are ignored, or the task's `counts` are zero"
+            raise DataError(found, "a split with targets, or none: `validation` gives None")
+        means = [loss / count for loss, count in zip(losses, counts, strict=True)]
         named = {"loss": sum(means)} | dict(zip(loss_names(terms, self.strategy.task), means, strict=False))
         if getattr(self.strategy.task, "unit", "") == "tokens":
             named["perplexity"] = math.exp(min(means[0], 700.0))

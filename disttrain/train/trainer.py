@@ -84,7 +84,7 @@ class Trainer:
         fixed = declared(self.callbacks)
         part = local_part(self.mesh.axis("data"), global_batch_size, fixed.micro_batch_size)
         train = adapt.numbered(self.data.train())
-        order = training_order(train, global_batch_size, seed, self.data.shuffle)
+        order = training_order(train, global_batch_size, seed, self.data.shuffle, part.takes)
         self.num_steps = run_length(steps, epochs, order)
 
         self.strategy = make_strategy(self.mesh, options or Options(), self.device, seed)

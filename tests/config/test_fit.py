@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disttrain import build
-from disttrain.errors import ConfigError
+from disttrain.errors import ConfigError, DataError
 from tests import tiny
 
 IMAGES = {"_target_": "disttrain.data.synthetic.Synthetic", "kind": "images", "shape": [1, 28, 28], "num_samples": 16}
@@ -44,3 +44,14 @@ def test_fewer_tokens_and_shorter_samples_fit() -> None:
 
 def test_a_users_own_model_is_asked_only_what_it_says() -> None:
     build.prepare(tiny.config(model={"_target_": "tests.nets.Normalised"}, dataset=IMAGES))
+
+
+def test_a_smaller_batch_that_is_proposed_comes_out_even() -> None:
+    data = tiny.TOKENS | {"num_samples": 15}
+    for dp, micro, proposed in ((1, None, 15), (2, None, 14), (2, 3, 12), (4, 2, 8), (1, 16, 15)):
+        with pytest.raises(DataError) as caught:
+            build.prepare(tiny.config(dp, dataset=data, micro_batch_size=micro, global_batch_size=48))
+        assert caught.value.remedy == f"train.global_batch_size={proposed}, or more data by the keys of dataset"
+    with pytest.raises(DataError) as caught:
+        build.prepare(tiny.config(4, dataset=data | {"num_samples": 3}))
+    assert caught.value.remedy == "more data by the keys of dataset"

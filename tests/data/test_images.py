@@ -120,6 +120,13 @@ def test_fashion_mnist_takes_the_compressed_files_that_the_message_names(tmp_pat
     assert len(data.train()) == 12
 
 
+def test_digits_with_nothing_to_validate_on_are_refused(tmp_path):
+    data = Digits(data_dir=str(tmp_path), validation_fraction=0.0005)
+    for _ in range(2):  # when they are first prepared, and when they are found
+        with pytest.raises(DataError, match=r"validation_fraction=0\.0005 of 1797 images is less than one"):
+            data.prepare()
+
+
 @pytest.mark.parametrize(("fields", "key"), [({"size": 0}, "dataset.size"), ({"validation_fraction": 0}, "dataset.validation_fraction")])
 def test_mistakes_are_named(tmp_path, fields, key):
     with pytest.raises(DataError, match=key):

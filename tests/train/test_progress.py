@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from disttrain.callbacks.grad_accumulation import GradAccumulation
+from disttrain.data.adapt import Adapted
 from disttrain.data.synthetic import Synthetic
 from disttrain.errors import ConfigError, DataError
 from disttrain.models.gpt import GPT
+from disttrain.models.task import IGNORED, Classification
 from disttrain.parallel.step import Verdict
 from disttrain.train.hooks import Callback
 from disttrain.train.progress import Progress
@@ -90,6 +92,29 @@ def test_less_data_than_one_global_batch_is_refused() -> None:
     """M32."""
     with pytest.raises(DataError, match=r"7 samples, fewer than one global batch \(train.global_batch_size=8\)"):
         small(num_samples=7)
+
+
+class Labelled(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A few vectors and the label that all have."""
+
+    def __init__(self, length: int, label: int = 1) -> None:
+        self.length, self.label = length, label
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((4,), float(index)), torch.tensor(self.label)
+
+
+@pytest.mark.parametrize(
+    ("validation", "message"),
+    [(Labelled(0), "the validation split has no samples"), (Labelled(3, label=IGNORED), "no target of the val split counts")],
+)
+def test_a_split_with_nothing_to_measure_on_is_refused(validation: Labelled, message: str) -> None:
+    data = Adapted(train=Labelled(8), validation=validation)
+    with pytest.raises(DataError, match=message):
+        Trainer(torch.nn.Linear(4, 2), data, task=Classification(accuracy=False), steps=1, global_batch_size=4).fit()
 
 
 def test_callbacks_of_one_class_are_all_there() -> None:
