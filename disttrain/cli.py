@@ -99,9 +99,9 @@ def run(overrides: Sequence[str] = ()) -> Result:
     request = parse(split_verb(overrides)[1])
     if request.multirun:
         raise ConfigError("run() runs one job; several are a loop over run(), or -m on the command line")
-    request, resumed = with_stored(request)
+    request = with_stored(request)
     with not_for_all_to_write(), composer(request) as app:
-        outcome = _train(app, request, *compose(app, request), detect(), resumed)
+        outcome = _train(app, request, *compose(app, request), detect())
     if outcome.exit_code == USER_ERROR:
         raise ConfigError(outcome.failure.message if outcome.failure is not None else outcome.reason)
     said = outcome.result if isinstance(outcome.result, dict) else {}
@@ -163,7 +163,7 @@ def _compose_and_run(verb: str, words: list[str], environment: Environment) -> i
     from disttrain.config.compose import compose, composer, parse
     from disttrain.config.stored import with_stored
 
-    request, resumed = with_stored(parse(words))
+    request = with_stored(parse(words))
     if verb == "plan":
         from disttrain.plan import verb as plan
 
@@ -183,7 +183,7 @@ def _compose_and_run(verb: str, words: list[str], environment: Environment) -> i
 
             with stop_raises():  # they make no record that a stop could close
                 import_warm()
-                config = ready(config, environment, os.getcwd())
+                config = ready(config, environment, os.getcwd(), request)
                 if verb == "doctor":
                     from disttrain.doctor import verb as doctor
 
@@ -191,7 +191,7 @@ def _compose_and_run(verb: str, words: list[str], environment: Environment) -> i
                 from disttrain.verify import verb as verify
 
                 return verify.main(config, request.overrides)
-        return _train(app, request, composed, config, environment, resumed).exit_code
+        return _train(app, request, composed, config, environment).exit_code
 
 
 def _again(app: Hydra, request: Request, environment: Environment, words: Sequence[str]) -> Config:
@@ -199,28 +199,31 @@ def _again(app: Hydra, request: Request, environment: Environment, words: Sequen
     from disttrain.config.compose import compose
 
     further = replace(request, overrides=[*request.overrides, *words])
-    return ready(compose(app, further)[1], environment, os.getcwd())
+    return ready(compose(app, further)[1], environment, os.getcwd(), further)
 
 
 # --- from a settled config to a running job -----------------------------------------------------------------------
 
 
-def ready(config: Config, environment: Environment, cwd: str, resumed: Path | None = None, trains: bool = False) -> Config:
-    """A settled config checked against world and machine, its paths taken against `cwd`; one that `trains` has its plan in it, and fits."""
-    from disttrain.config.check import anchored, check
+def ready(config: Config, environment: Environment, cwd: str, request: Request | None = None, trains: bool = False) -> Config:
+    """A settled config, checked; paths are against `cwd`, or as the run had them that goes on. If it `trains`, it has its plan and fits."""
+    from disttrain.config.check import check
     from disttrain.config.deepspeed import must_be_installed
-    from disttrain.config.overrides import find_weights
+    from disttrain.config.overrides import find_weights, saved_at
+    from disttrain.config.paths import anchored
+    from disttrain.config.stored import before
     from disttrain.launch.environment import threads_per_rank
 
-    config = check(anchored(config, cwd), None if environment.is_alone else environment.world_size)
+    earlier = before(request)
+    config = check(anchored(config, cwd, earlier), None if environment.is_alone else environment.world_size)
     must_be_installed(config)
-    if config.init_from is not None:
+    if config.init_from is not None and (earlier is None or saved_at(earlier.run) is None):
         find_weights(config.init_from)
     here = int(config.launch.world_size) if environment.is_alone else environment.local_world_size
     threads = threads_per_rank(config.launch.threads, here, config.launch.env)
     config.launch = replace(config.launch, threads=threads, nodes=environment.check_nodes(config.launch.nodes))
     if config.resume == "auto":
-        config.resume = None if resumed is None else str(resumed)
+        config.resume = None if earlier is None else str(earlier.run)
     if trains:
         from disttrain.plan.before import foresee
 
@@ -234,7 +237,6 @@ class Task:
 
     environment: Environment
     request: Request
-    resumed: Path | None = None
 
     def __call__(self, composed: DictConfig) -> Outcome:
         """Train; a failure is in the outcome and has been told."""
@@ -244,31 +246,31 @@ class Task:
         from disttrain.launch import job
 
         whole: Any = HydraConfig.instance().cfg
-        config = ready(settle(composed), self.environment, whole.hydra.runtime.cwd, self.resumed, trains=True)
+        config = ready(settle(composed), self.environment, whole.hydra.runtime.cwd, self.request, trains=True)
         folder = Path(whole.hydra.runtime.output_dir)
         overrides = replace(self.request, overrides=task_words(whole)).words()
-        where: dict[str, Any] = {"resume": self.resumed} if self.resumed is not None else {"sweep_job": folder}
+        where: dict[str, Any] = {"sweep_job": folder} if self.request.stored_in is None else {"resume": self.request.stored_in}
         outcome = job.run(job.Job(config, ENTRY, overrides, PREPARE, **where), self.environment)
         if outcome.folder != folder and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()  # a restart under torchrun goes on in the folder of the start before
         return outcome
 
 
-def _train(app: Hydra, request: Request, composed: DictConfig, config: Config, environment: Environment, resumed: Path | None) -> Outcome:
+def _train(app: Hydra, request: Request, composed: DictConfig, config: Config, environment: Environment) -> Outcome:
     from disttrain.config.compose import run_one
     from disttrain.launch import elastic
 
     try:
-        ready(config, environment, os.getcwd(), resumed, trains=True)  # a mistake is told before any folder is made
+        ready(config, environment, os.getcwd(), request, trains=True)  # a mistake is told before any folder is made
     except UserError as error:
-        waited = elastic.wait_if_another_fits(environment, error, lambda world: ready(config, world, os.getcwd(), resumed))
+        waited = elastic.wait_if_another_fits(environment, error, lambda world: ready(config, world, os.getcwd(), request))
         if waited is None:
             raise
         return waited
     if (words := elastic.warning(environment)) is not None:
         print(f"disttrain: {words}", file=sys.stderr, flush=True)
     with _folders():
-        outcome: Outcome = run_one(app, request, composed, Task(environment, request, resumed), resumed)
+        outcome: Outcome = run_one(app, request, composed, Task(environment, request), request.stored_in)
     return outcome
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Container, Mapping
-from dataclasses import replace
 from typing import Any
 
 from disttrain.config import schedules, world
@@ -20,12 +18,9 @@ from disttrain.config.local_sgd import check_local_sgd
 from disttrain.config.schema import Config
 from disttrain.config.sequence import check_sequence
 from disttrain.errors import ConfigError
-from disttrain.places import is_remote
 
 ACCUMULATION = "disttrain.callbacks.grad_accumulation.GradAccumulation"
 AMP = "disttrain.callbacks.amp.AMP"
-DATA_PATHS = {"data_dir", "paths"}
-"""Arguments of our datasets that are paths."""
 
 POSITIVE = {
     "train": ("steps", "epochs", "global_batch_size", "log_every", "eval_every", "clip_norm"),
@@ -74,27 +69,6 @@ def check(config: Config, launched: int | None = None) -> Config:
     check_metrics(config.metrics)
     check_local_sgd(config)
     config.strategy = check_deepspeed(config)
-    return config
-
-
-def anchored(config: Config, cwd: str) -> Config:
-    """The config with relative paths taken against `cwd`, the folder the command was typed in, whatever the ranks' is."""
-
-    def absolute(path: str) -> str:
-        return path if path.startswith("~") or is_remote(path) else os.path.join(cwd, path)
-
-    config = copy.copy(config)
-    config.paths = replace(config.paths, data=absolute(config.paths.data))
-    if config.resume not in (None, "auto"):
-        config.resume = absolute(str(config.resume))
-    if config.init_from is not None:
-        config.init_from = absolute(config.init_from)
-    if isinstance(config.strategy.deepspeed, str):
-        config.strategy = replace(config.strategy, deepspeed=absolute(config.strategy.deepspeed))
-    if str(config.dataset.get("_target_")).startswith("disttrain."):
-        for name in DATA_PATHS & config.dataset.keys():
-            value = config.dataset[name]
-            config.dataset = config.dataset | {name: [absolute(one) for one in value] if isinstance(value, list) else absolute(value)}
     return config
 
 

@@ -40,7 +40,7 @@ from disttrain.config.overrides import close, open_up
 from disttrain.config.schema import Config
 from disttrain.config.sweeper import Job, JobSweeper, jobs_of
 from disttrain.config.trust import check_stored
-from disttrain.errors import ConfigError
+from disttrain.errors import ConfigError, UserError
 
 COMPONENTS = ("model", "dataset", "optimizer", "scheduler")
 KEYED = ("callbacks", "metrics")
@@ -226,7 +226,10 @@ def _not_chosen(group: str, key: str, keyed: list[str]) -> ConfigError:
 
 def compose(app: Hydra, request: Request) -> tuple[DictConfig, Config]:
     """One run: everything with Hydra's own part, and the settled config."""
-    composed = app.config_loader.load_configuration(request.config_name, request.overrides, RunMode.RUN)
+    try:
+        composed = app.config_loader.load_configuration(request.config_name, request.overrides, RunMode.RUN)
+    except UserError as error:
+        raise (error if request.stored_in is None else messages.elsewhere(error, request.stored_in, request.typed)) from error
     if request.stored_in is not None:
         raw: Any = OmegaConf.to_container(composed, resolve=False)
         check_stored(raw, request.typed, request.stored_in)  # before anything that it names is imported

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from disttrain.config.overrides import key_of
+from disttrain.config.overrides import for_shell, key_of
 from disttrain.config.typed import alike, dotted, nearest, nearest_key
 from disttrain.errors import ConfigError, UserError
 
@@ -40,6 +42,17 @@ def translate(error: Exception, overrides: Sequence[str], loader: ConfigLoaderIm
     word = next((word for word in overrides if re.sub(r"^\+*", "", word) in text), None)
     reason = _one_line(str(cause) if cause is not None else text)
     return ConfigError(reason if word is None or word in reason else f"{word}: {reason}")
+
+
+def elsewhere(error: UserError, run: Path, typed: Sequence[str]) -> UserError:
+    """The error of a resumed run; for a choice that isn't here, with the folder above the run that has own choices, if it is another."""
+    own = (folder for folder in run.parents if any((folder / name).is_dir() for name in ("conf", "experiments")))
+    home = next(own, Path.cwd())
+    if not isinstance(error.__cause__, MissingConfigException) or home == Path.cwd():
+        return error
+    words = [for_shell("resume", str(run)) if key_of(word) == "resume" else shlex.quote(word) for word in typed]
+    found = f"{error.message} (own choices are looked for in the current folder, and the run lies in {home}, which has some)"
+    return ConfigError(found, f"cd {shlex.quote(str(home))} && python -m disttrain {' '.join(words)}")
 
 
 def unresolved(error: Exception) -> ConfigError:

@@ -117,7 +117,7 @@ def find_run(resume: str, outputs: Path, run_name: str | None) -> Path | None:
     None where 'auto' finds none.
     """
     if resume == "auto":
-        saved = sorted(((when, run) for run in runs_in(outputs) if (when := _saved_at(run)) is not None), reverse=True)
+        saved = sorted(((when, run) for run in runs_in(outputs) if (when := saved_at(run)) is not None), reverse=True)
         return next((run.absolute() for _, run in saved if _name_of(run) == run_name), None)
     if is_remote(resume):
         raise ConfigError(f"resume={resume} is a place in a store; the run goes on in its folder", "resume=<run folder>")
@@ -157,7 +157,7 @@ def find_weights(init_from: str) -> None:
         raise ConfigError(f"init_from={init_from} {what}", "init_from=outputs/<date>/<time>-<id>, or init_from=null")
 
 
-def _saved_at(run: Path) -> float | None:
+def saved_at(run: Path) -> float | None:
     """When the newest checkpoint of a run was finished, by its looks; None without any. A store is not asked: its run's last row is."""
     if (run / "checkpoints.url").is_file():
         return max(file.stat().st_mtime for file in (run / "checkpoints.url", *run.glob("metrics.jsonl")))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hydra.types import RunMode
 
 from disttrain.config.compose import Request, compose, composer, parse
 from disttrain.config.overrides import CHOSEN_WHOLE, Choices, find_run, fitting, key_of, merge, value_of
+from disttrain.config.paths import PATHS, Before
 from disttrain.config.schema import PathsConfig
 from disttrain.config.trust import check_words, without_secrets
 from disttrain.errors import ConfigError, UserError
@@ -19,11 +21,11 @@ CHOOSING = (*CHOSEN_WHOLE, "callbacks", "experiment")
 """What, typed at a resume, may choose other groups than the run was started with."""
 
 
-def with_stored(request: Request) -> tuple[Request, Path | None]:
-    """With `resume=`, the stored words of that run in front of those typed, and its folder. ConfigError for several jobs."""
+def with_stored(request: Request) -> Request:
+    """With `resume=`, the stored words of that run in front of those typed. ConfigError for several jobs."""
     wanted = value_of(request.overrides, "resume")
     if wanted is None:
-        return request, None
+        return request
     if request.multirun:
         raise ConfigError("-m with resume= would let several jobs write into one run folder", "leave out -m or resume=")
     outputs, name = Path(value_of(request.overrides, "paths.outputs") or PathsConfig().outputs).expanduser(), ""
@@ -35,7 +37,7 @@ def with_stored(request: Request) -> tuple[Request, Path | None]:
     if run is None:
         why = f"no run named '{name}' under {outputs} has a checkpoint"
         print(f"disttrain: resume=auto: {why}, so this begins anew", file=sys.stderr, flush=True)
-        return replace(request, overrides=merge(request.overrides, ["resume=null"])), None
+        return replace(request, overrides=merge(request.overrides, ["resume=null"]))
     words = RunFolder(run).overrides()
     stored = parse([word for word in words if not request.folders or not word.startswith("--config-dir=")])
     check_words(stored.overrides, stored.folders, run)
@@ -53,7 +55,7 @@ def with_stored(request: Request) -> tuple[Request, Path | None]:
     kept, left_out = fitting(stored.overrides, request.overrides, *choices)
     if left_out:
         print(f"disttrain: left out of what the run was started with: {' '.join(left_out)}", file=sys.stderr, flush=True)
-    return replace(whole, overrides=merge(kept, request.overrides)), run
+    return replace(whole, overrides=merge(kept, request.overrides))
 
 
 def _choices(request: Request) -> Choices | None:
@@ -65,3 +67,21 @@ def _choices(request: Request) -> Choices | None:
     except UserError:
         return None
     return Choices(dict(composed.hydra.runtime.choices), frozenset(map(str, composed.get("callbacks") or ())))
+
+
+def before(request: Request | None) -> Before | None:
+    """The run that goes on, if one does, and the paths that its words meant; what is typed now is meant here."""
+    if request is None or request.stored_in is None:
+        return None
+    typed = {key_of(word) for word in request.typed}
+    if "paths.data" in typed:
+        typed.add("dataset.data_dir")  # which takes its value
+    folder = RunFolder(request.stored_in)
+    values = folder.config_values() if (folder.path / "config.yaml").exists() else {}
+    return Before(request.stored_in, {key: _listed(values, key) for key in PATHS if key not in typed})
+
+
+def _listed(values: Any, key: str) -> list[str]:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return [str(one) for one in (values if isinstance(values, list) else [values]) if one is not None]

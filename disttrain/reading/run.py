@@ -10,8 +10,9 @@ from pathlib import Path
 from disttrain import build
 from disttrain.checkpoint.load import latest_good
 from disttrain.config import typed
-from disttrain.config.check import anchored, check_numbers
+from disttrain.config.check import check_numbers
 from disttrain.config.frozen import plain
+from disttrain.config.paths import anchored
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.trust import check_stored
 from disttrain.errors import CheckpointError, ConfigError

@@ -6,11 +6,13 @@ import os
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from disttrain.cli import main
+from disttrain.config.frozen import freeze
 from tests.cli.words import SMALL
 
 
@@ -123,6 +125,65 @@ def test_a_config_folder_that_was_moved_is_typed_again(jobs: list, elsewhere: Pa
     shutil.rmtree(elsewhere / "old")
     assert main([f"resume={run}", "-cd", "new"]) == 0
     assert jobs[1].config.optimizer["lr"] == 0.5
+
+
+TEXT = [word for word in SMALL if not word.startswith(("model", "dataset"))]
+
+
+def begun(project: Path, jobs: list, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of a project, started in its folder, whose words name data and weights there."""
+    stored(project / "outputs/d/source")
+    (project / "books").mkdir()
+    monkeypatch.chdir(project)
+    assert main([*TEXT, "dataset=text", "dataset.paths=[books]", "paths.data=cache", "init_from=outputs/d/source"]) == 0
+    run = stored(project / "outputs/d/t", *jobs[-1].overrides)
+    (run / "config.yaml").write_text(freeze(jobs[-1].config))
+    return run
+
+
+def where(job: Any) -> list[str]:
+    return [*job.config.dataset["paths"], job.config.dataset["data_dir"], job.config.init_from]
+
+
+def test_a_run_goes_on_from_anywhere_with_the_paths_that_it_had(jobs: list, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = elsewhere / "project"
+    run = begun(project, jobs, monkeypatch)
+    (project / "cache").mkdir()
+    (elsewhere / "other/books").mkdir(parents=True)
+    (elsewhere / "other/cache").mkdir()
+    monkeypatch.chdir(elsewhere / "other")
+    for typed in ([], ["dataset.paths=[books]"], ["paths.data=cache"]):
+        assert main([f"resume={run}", *typed]) == 0
+    had = [str(project / one) for one in ("books", "cache", "outputs/d/source")]
+    here = [str(elsewhere / "other" / one) for one in ("books", "cache")]
+    assert where(jobs[0]) == where(jobs[1]) == had
+    assert where(jobs[2]) == [here[0], *had[1:]], "what is typed now is meant here"
+    assert where(jobs[3]) == [had[0], here[1], had[2]]
+
+
+def test_a_copied_project_takes_its_own(jobs: list, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(elsewhere / "project", jobs, monkeypatch)
+    shutil.copytree(elsewhere / "project", elsewhere / "copy")
+    monkeypatch.chdir(elsewhere / "copy")
+    assert main(["resume=outputs/d/t"]) == 0
+    assert where(jobs[1]) == [str(elsewhere / "copy" / one) for one in ("books", "cache", "outputs/d/source")]
+
+
+def test_weights_to_start_from_are_not_needed_by_a_run_with_its_own(jobs: list, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begun(elsewhere, jobs, monkeypatch)
+    shutil.rmtree(elsewhere / "outputs/d/source")
+    assert main([f"resume={run}"]) == 2
+    (run / "checkpoints/step-2/manifest.json").touch()
+    assert main([f"resume={run}"]) == 0
+
+
+def test_choices_of_another_folder_are_looked_for_there(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (elsewhere / "project/conf").mkdir(parents=True)
+    run = stored(elsewhere / "project/outputs/d/t", "--config-name=mine", *SMALL)
+    assert main(["resume=project/outputs/d/t", "seed=3"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no primary config 'mine.yaml'" in said
+    assert f"try: cd {elsewhere}/project && python -m disttrain resume={run} seed=3\n" in said
 
 
 def test_resume_calls_nothing_that_only_the_stored_run_names(jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

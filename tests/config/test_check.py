@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from disttrain.config.check import anchored, check
+from disttrain.config.check import check
 from disttrain.config.devices import num_visible
+from disttrain.config.paths import anchored
 from disttrain.config.schema import Config
 from disttrain.errors import ConfigError, LaunchError
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from disttrain.cli import main
-from disttrain.config.check import anchored, check
+from disttrain.config.check import check
 from disttrain.config.deepspeed import AMP, Batch, check_deepspeed, filled_in, must_be_installed
+from disttrain.config.paths import anchored
 from disttrain.config.schema import Config
 from disttrain.errors import ConfigError, MissingExtraError
 from tests import tiny
