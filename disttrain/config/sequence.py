@@ -39,7 +39,7 @@ def check_sequence(config: Config) -> None:
         remedy = "strategy.sequence_parallel=false" if strategy.sequence_parallel else "strategy=ddp"
         raise ConfigError(f"{' and '.join(cutting)} cut sequences of tokens, and the model ({model['_target_']}) takes images", remedy)
     unit = unit_of(strategy)
-    for key, length in _lengths(config.dataset, model):
+    for key, length in lengths(config.dataset, model):
         if unit > 1 and length % unit:
             raise ConfigError(
                 f"{key}={length} is not divisible by {unit}, as {' and '.join(cutting)} need"
@@ -48,7 +48,7 @@ def check_sequence(config: Config) -> None:
             )
 
 
-def _lengths(dataset: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def lengths(dataset: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """What says how many tokens a sequence has."""
     shape = dataset.get("shape") if TAKES.get(str(model.get("_target_"))) == "vectors" else None
     named = {"dataset.context": dataset.get("context"), "dataset.shape.0": shape[0] if shape else None}

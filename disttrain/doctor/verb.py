@@ -113,7 +113,7 @@ def plan_of(config: Config) -> Plan | None:
     if config.model.get("_target_") != GPT:
         return None
     settled = settle(config)
-    hardware = resolve(config.hardware, int(config.launch.world_size) // config.launch.nodes)
+    hardware = resolve(config.hardware, settled.case.layout.world // settled.nodes)
     return make(settled.case, hardware, Constants(), settled.notes)
 
 

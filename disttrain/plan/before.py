@@ -27,8 +27,7 @@ def foresee(config: Config) -> Config:
     settled = settle(config)
     if settled.notes:
         return config  # the check lets through what plan reads otherwise: better no prediction than one of another layout
-    world = int(config.launch.world_size)
-    hardware = resolve(config.hardware, world // config.launch.nodes)
+    hardware = resolve(config.hardware, settled.case.layout.world // settled.nodes)
     plan = make(settled.case, hardware, Constants())
     if not config.plan.force:
         check_fit(plan, config)

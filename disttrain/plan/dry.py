@@ -24,7 +24,7 @@ from disttrain.parallel.shard import device_mesh
 from disttrain.parallel.step import Batch, Step
 from disttrain.parallel.strategy import Strategy
 from disttrain.parallel.update import LossScale, Update
-from disttrain.plan.settle import micro_batch_of
+from disttrain.plan.legal import micro_batch_of
 from disttrain.plan.tally import Fakes, Tally
 from disttrain.train.assembly import local_part, make_strategy, make_update
 from disttrain.train.hooks import StepPolicy, declared

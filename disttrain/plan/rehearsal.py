@@ -16,7 +16,8 @@ from disttrain.launch.local import Supervisor, choose_start_method, import_warm
 from disttrain.launch.place import Place
 from disttrain.plan import pipeline
 from disttrain.plan.case import V_SHAPED, Case
-from disttrain.plan.settle import ACCUMULATION, AMP
+from disttrain.plan.legal import ACCUMULATION
+from disttrain.plan.settle import AMP
 
 if TYPE_CHECKING:
     from disttrain.plan.dry import Counts

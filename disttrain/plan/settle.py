@@ -5,54 +5,53 @@ A plan is not refused: what doesn't divide is planned as the nearest that does, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from disttrain.config.schedules import holders, needs, stages_a_rank, takes
+from disttrain.config.schedules import holders, stages_a_rank
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.split import balanced_starts
-from disttrain.config.world import DEGREES, divisors
 from disttrain.errors import ConfigError
+from disttrain.plan import legal
 from disttrain.plan.case import FULL, NONE, SPLIT_BACKWARD, Case, Layout, Numbers, Recompute, Shape, Software, every
 
 GPT = "disttrain.models.gpt.GPT"
-ACCUMULATION = "disttrain.callbacks.grad_accumulation.GradAccumulation"
 AMP = "disttrain.callbacks.amp.AMP"
 SELECTIVE = Recompute(0.0, 0.0, 1.0, 0.6)
 """All but matrix products and attention runs again: norms' outputs and activations are not kept."""
 OWN_TENSOR_EXPOSED = 0.75
 """Of our tensor-parallel collectives, half of backward's run beside the weights' gradient; not where a schedule splits the two."""
-LITTLE = 0.25
-"""Share of a global batch by which it may be changed to hold whole micro-batches."""
 STATES = {"AdamW": 8.0, "Adam": 8.0, "Adagrad": 4.0}
 """Bytes of float32 moments a parameter, by optimizer; SGD has none without momentum."""
 
 
 @dataclass
 class Settled:
-    """A case that is legal, and what was changed to make it so."""
+    """A case that is legal, on how many machines, and what was changed to make it so."""
 
     case: Case
+    nodes: int
     notes: list[str] = field(default_factory=list)
 
 
 def settle(config: Config, precision: str | None = None) -> Settled:
     """The case of a config. ConfigError for a model whose shape is not known. `precision` stands in for callbacks.amp's."""
-    shape = shape_of(config.model)
     notes: list[str] = []
+    model = legal.whole_heads(config.model, notes)
+    shape = shape_of(model)
     precision = precision or precision_of(config)
-    strategy = _degrees(config, shape, notes)
+    strategy = legal.degrees(config, shape, notes)
     if strategy.deepspeed is not None:
-        strategy = _like(strategy, notes)
+        strategy = legal.like(strategy, notes)
     length = int(config.dataset.get("context") or config.model.get("max_seq_len") or 1)
-    layout, batch = _batch(config, layout_of(strategy, shape), notes)
-    software = software_of(strategy, config.model, precision)
+    layout, batch = legal.whole_batch(config, layout_of(strategy, shape), notes)
+    software = software_of(strategy, model, precision)
     if strategy.offload or strategy.offload_activations:
         notes.append("what waits in host memory is left out of the device's; the time that it takes on its way is not reckoned")
-    return Settled(Case(shape, layout, length, batch, numbers_of(config, layout, precision), software), notes)
+    case = Case(shape, layout, length, batch, numbers_of(config, layout, precision), software)
+    return Settled(case, legal.num_nodes(config, layout.world, notes), notes)
 
 
 def shape_of(model: Mapping[str, Any]) -> Shape:
@@ -119,12 +118,6 @@ def precision_of(config: Config) -> str:
     """Type of matrix products: fp32, bf16 or fp16."""
     amp = next((value for value in config.callbacks.values() if value.get("_target_") == AMP), None)
     return "fp32" if amp is None else str(amp.get("precision", "fp32"))
-
-
-def micro_batch_of(config: Config) -> int | None:
-    """`callbacks.grad_accumulation.micro_batch_size`; None without the callback."""
-    found = next((value for value in config.callbacks.values() if value.get("_target_") == ACCUMULATION), None)
-    return None if found is None else int(found.get("micro_batch_size", 8))
 
 
 def numbers_of(config: Config, layout: Layout, precision: str) -> Numbers:
@@ -199,18 +192,11 @@ def blocks_of(shape: Shape, schedule: str, ranks: int, virtual: int, split: Sequ
     if ranks == 1:
         return ()
     where = holders(schedule, ranks, ranks * virtual)
-    starts = _named_starts(split, shape, len(where)) or _balanced_starts(shape, len(where))
+    starts = legal.named_starts(split, shape, len(where)) or _balanced_starts(shape, len(where))
     found: list[list[int]] = [[] for _ in range(ranks)]
     for rank, (low, high) in zip(where, pairwise([0, *starts, shape.layers]), strict=True):
         found[rank] += range(low, high)
     return tuple(map(tuple, found))
-
-
-def _named_starts(names: Sequence[str], shape: Shape, stages: int) -> list[int]:
-    """First layer of each later stage by `strategy.stage_split`; empty where it doesn't name them."""
-    known = {f"blocks.{layer}": layer for layer in range(shape.layers)} | {"norm": shape.layers}
-    starts = [known[name] for name in names if name in known]
-    return starts if len(starts) == len(names) == stages - 1 and starts == sorted(starts) else []
 
 
 def _balanced_starts(shape: Shape, stages: int) -> list[int]:
@@ -221,78 +207,3 @@ def _balanced_starts(shape: Shape, stages: int) -> list[int]:
     layers = [attended + fed[shape.has_experts(layer)] for layer in range(shape.layers)]
     costs, is_block = [0.0, *layers, 2.0 * length * shape.head_parameters], [False, *[True] * shape.layers, False]
     return [start - 1 for start in balanced_starts(costs, is_block, stages)]  # the embedding is no layer
-
-
-def _degrees(config: Config, shape: Shape, notes: list[str]) -> StrategyConfig:
-    """Degrees that multiply to the world and divide the model, the nearest where those asked for don't."""
-    strategy = config.strategy
-    asked = {name: getattr(strategy, name) for name in DEGREES}
-    fixed = math.prod(degree for degree in asked.values() if degree > 0)
-    filling = [name for name, degree in asked.items() if degree < 1]
-    world = config.launch.world_size
-    size = int(world) if isinstance(world, int) else fixed * 2 ** len(filling)
-    made = {name: max(1, degree) for name, degree in asked.items()}
-    wished = 1
-    for name, limits in (("tp", shape.cut_by_tensor), ("pp", ()), ("cp", ())):
-        wanted = made[name] if asked[name] > 0 else size // fixed if filling == [name] else 1
-        wished *= wanted
-        most = shape.layers if name == "pp" else wanted
-        legal = [n for n in range(1, min(wanted, most) + 1) if all(limit % n == 0 for limit in limits) and size % n == 0]
-        found = max(legal, default=1)
-        if found != wanted:
-            why = f"is more than the {shape.layers} layers" if wanted > most else f"does not divide this model or {size} ranks"
-            notes.append(f"strategy.{name}={wanted} {why}; planned with strategy.{name}={found}")
-        made[name] = found
-    inside = made["tp"] * made["pp"] * made["cp"]
-    if not isinstance(world, int):
-        size = size // wished * inside
-    rest = size // inside
-    if rest * inside != size:
-        notes.append(f"launch.world_size={world} is not divisible by tp x pp x cp = {inside}; planned with {rest * inside} ranks")
-        size = rest * inside
-    axis = "dp_shard" if asked["dp_shard"] != 1 else "dp_replicate"
-    other = "dp_replicate" if axis == "dp_shard" else "dp_shard"
-    made[other] = max(n for n in divisors(rest) if n <= max(1, asked[other])) if asked[other] > 0 else 1
-    made[axis] = rest // made[other]
-    if not filling and made[axis] != asked[axis]:
-        notes.append(f"{size} ranks leave {rest} data ranks; planned with strategy.{axis}={made[axis]}")
-    wanted = strategy.ep if strategy.ep > 0 else made["dp_shard"]
-    ep = max(n for n in divisors(math.gcd(made["dp_shard"], shape.experts or 1)) if n <= wanted)
-    if strategy.ep > 1 and ep != strategy.ep:
-        notes.append(f"strategy.ep={strategy.ep} does not divide the experts or the data ranks; planned with strategy.ep={ep}")
-    return replace(strategy, **made, ep=ep, sequence_parallel=strategy.sequence_parallel and made["tp"] > 1)
-
-
-def _like(strategy: StrategyConfig, notes: list[str]) -> StrategyConfig:
-    """The layout of ours that DeepSpeed's engine is like."""
-    if not strategy.zero:
-        notes.append("DeepSpeed's engine is planned as strategy=ddp, which does what its stage 0 does")
-        return strategy
-    notes.append(f"DeepSpeed's engine is planned as strategy=fsdp strategy.zero={strategy.zero}, which shares out what its stage does")
-    return replace(strategy, dp_shard=strategy.dp_replicate, dp_replicate=1)
-
-
-def _batch(config: Config, layout: Layout, notes: list[str]) -> tuple[Layout, int]:
-    """The micro-batch and a global batch that both divide."""
-    batch, data, asked = config.train.global_batch_size, layout.data, micro_batch_of(config)
-    if batch % data:
-        whole = max(1, round(batch / (data * (asked or 1)))) * data * (asked or 1)  # in whole micro-batches, where that changes it little
-        batch = whole if abs(whole - batch) <= LITTLE * batch else max(1, round(batch / data)) * data
-        notes.append(
-            f"train.global_batch_size={config.train.global_batch_size} is not divisible by {data} data ranks; planned with {batch}"
-        )
-    local = batch // data
-    micro = max(n for n in divisors(local) if n <= (asked or local))
-    if asked is not None and micro != min(asked, local):
-        notes.append(f"a micro-batch of {asked} does not divide {local} samples a rank; planned with {micro}")
-    if asked is None and layout.pp > 1:
-        micro = 1
-        notes.append("a pipeline passes micro-batches; planned with callbacks.grad_accumulation.micro_batch_size=1")
-    if layout.pp > 1 and not takes(layout.schedule, local // micro, layout.pp):
-        said = f"strategy.schedule={layout.schedule} takes {needs(layout.schedule, layout.pp)}, and there are {local // micro}"
-        legal = [n for n in divisors(local) if takes(layout.schedule, local // n, layout.pp)]
-        micro = max((n for n in legal if n <= micro), default=min(legal, default=micro))
-        notes.append(
-            f"{said}; " + (f"planned with micro-batches of {micro}" if legal else "no micro-batch gives that: a larger batch does")
-        )
-    return replace(layout, micro_batch=micro), batch

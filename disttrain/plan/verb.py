@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from disttrain.config.check import check_numbers
 from disttrain.config.schema import Config, HardwareConfig
+from disttrain.config.world import nearest_multiple
 from disttrain.errors import ConfigError
 from disttrain.plan import beside, draw, table, walls
 from disttrain.plan.closed import lacking
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from disttrain.plan.rehearsal import Rehearsal
 
 PARAMETERS = "model.parameters"
+MOST_PARAMETERS = 1e18
 USUAL = "h100"
 """The hardware of large models, where none is there or asked for."""
 
@@ -39,7 +41,7 @@ def take_parameters(words: Sequence[str]) -> tuple[list[str], float | None]:
             found = float(value)
         except ValueError:
             found = -1.0
-        if not found > 0:
+        if not 0 < found <= MOST_PARAMETERS:
             raise ConfigError(f"{PARAMETERS}={value} is no number of parameters", f"{PARAMETERS}=100e9")
     return rest, found
 
@@ -48,6 +50,7 @@ def main(config: Config, parameters: float | None, typed: Sequence[str]) -> int:
     """Print the plan of a config; `typed` are the overrides, `parameters` a size instead of a shape."""
     check_numbers(config)
     hardware = resolve(config.hardware)
+    _check_wanted(config, parameters)
     if parameters is not None:
         rows = walls.of_parameters(parameters, *_large(config, hardware), config.plan.tokens)
         print(json.dumps(dict(rows), indent=2) if config.plan.json else "\n".join(table.facts(rows)))
@@ -56,7 +59,7 @@ def main(config: Config, parameters: float | None, typed: Sequence[str]) -> int:
     precision, said = _precision(config, hardware, typed)
     settled = settle(config, precision)
     settled.notes[:0] = said
-    hardware = resolve(config.hardware, settled.case.layout.world // config.launch.nodes)
+    hardware = resolve(config.hardware, settled.case.layout.world // settled.nodes)
     plan = make(settled.case, hardware, constants, settled.notes)
     if config.plan.search:
         return _search(config, plan, constants)
@@ -68,6 +71,17 @@ def main(config: Config, parameters: float | None, typed: Sequence[str]) -> int:
     else:
         print("\n".join(text(plan, constants, config.plan.tokens, counted)))
     return 0
+
+
+def _check_wanted(config: Config, parameters: float | None) -> None:
+    """ConfigError where two answers are asked for, of which only one can be given."""
+    asked = [key for key, is_asked in (("plan.search", config.plan.search), ("plan.dry", config.plan.dry)) if is_asked]
+    if parameters is not None and asked:
+        raise ConfigError(
+            f"{asked[0]}=true needs a model's shape, and {PARAMETERS} is its size alone", f"{asked[0]}=false, or model=llama3_8b"
+        )
+    if len(asked) == 2:
+        raise ConfigError("plan.search=true compares many layouts, and plan.dry=true runs one of them", "plan.search=false")
 
 
 def _rehearsed(config: Config, plan: Plan) -> Rehearsal | None:
@@ -124,6 +138,8 @@ def nearest(plan: Plan, constants: Constants) -> Plan:
     found = search(plan.case, plan.case.layout.world, plan.hardware, constants, top=10_000)
     needs = f"{table.layout_words(plan.case)} needs {walls.show_bytes(plan.peak_bytes)} a rank"
     before = f"{needs} and a device has {walls.show_bytes(plan.hardware.memory_gib * GIB)}"
+    if not found.num_tried:
+        return replace(plan, notes=[*plan.notes, f"{before}; {_untried(plan)}: {_dividing(plan)} does"])
     if not found.best:
         fewest = (
             f"of all {found.num_tried} layouts on {plan.case.layout.world} ranks the smallest needs {walls.show_bytes(found.least_bytes)}"
@@ -136,12 +152,24 @@ def nearest(plan: Plan, constants: Constants) -> Plan:
     return make(kept.case, plan.hardware, constants, [*plan.notes, word])
 
 
+def _untried(plan: Plan) -> str:
+    """What is said where a search has nothing to try."""
+    return f"no layout on {plan.case.layout.world} ranks divides model, tokens and train.global_batch_size={plan.case.global_batch}"
+
+
+def _dividing(plan: Plan) -> str:
+    """A batch with which there is a layout: samples for each rank, if they are but data ranks."""
+    return f"train.global_batch_size={nearest_multiple(plan.case.global_batch, plan.case.layout.world)}"
+
+
 def _search(config: Config, plan: Plan, constants: Constants) -> int:
     hardware, world = plan.hardware, plan.case.layout.world
     missing = lacking(plan.case, hardware)
     if missing is not None:
         raise ConfigError(f"a search needs rates, and hardware.{missing} of {hardware.name} is not known", "hardware=h100")
     found = search(plan.case, world, hardware, constants, config.plan.top)
+    if not found.num_tried:
+        raise ConfigError(_untried(plan), _dividing(plan))
     if not found.best:
         raise ConfigError(
             f"no layout of this model on {world} x {hardware.name} fits: the smallest of {found.num_tried} "
