@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from disttrain.config.limits import check_limits
 from disttrain.errors import ConfigError
 from disttrain.parallel.step import Declaration, Precision, ScaleRule
 from disttrain.train.hooks import StepPolicy
@@ -23,13 +24,15 @@ class AMP(StepPolicy):
 
     def __init__(
         self,
-        precision: str = "fp32",
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         init_scale: float = 65536.0,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
         """`precision`: fp32 | bf16 | fp16; the rest is for fp16, `growth_interval` in steps without an overflow."""
+        scale = {"init_scale": init_scale, "growth_factor": growth_factor}
+        check_limits("amp", scale | {"backoff_factor": backoff_factor, "growth_interval": growth_interval})
         if precision not in _DTYPES:
             raise ConfigError(
                 f"callbacks.amp.precision is '{precision}'; it may be {', '.join(_DTYPES)}",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from disttrain.callbacks.stopwatch import BETWEEN, FINISH, UPDATE, Stopwatch
-from disttrain.errors import ConfigError
+from disttrain.config.limits import check_limits
 from disttrain.parallel import collectives
 from disttrain.texts import write_json
 from disttrain.train.hooks import StepPolicy
@@ -29,11 +29,7 @@ class Breakdown(StepPolicy):
 
     def __init__(self, start: int = 10, steps: int = 10) -> None:
         """`start`: steps taken before the window in this start of the run."""
-        if start < 1 or steps < 1:
-            raise ConfigError(
-                f"callbacks.breakdown.start is {start} and steps is {steps}; both are at least 1",
-                "callbacks.breakdown.start=10 callbacks.breakdown.steps=10",
-            )
+        check_limits("breakdown", {"start": start, "steps": steps})
         self.start, self.steps = start, steps
         self.found: dict[str, Any] | None = None
         """What the window has seen, of all ranks, once it is over; the same on each."""

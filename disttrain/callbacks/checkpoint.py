@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from disttrain.callbacks.monitored import Monitored
 from disttrain.checkpoint.files import found_in
 from disttrain.checkpoint.retain import Retention
 from disttrain.checkpoint.save import Saved, Saver
-from disttrain.errors import ConfigError, DivergedError
+from disttrain.config.limits import check_limits
+from disttrain.errors import DivergedError
 from disttrain.parallel.collectives import barrier
 from disttrain.parallel.step import Verdict
 from disttrain.train.hooks import Callback
@@ -42,18 +43,16 @@ class Checkpoint(Callback):
         keep_last: int | None = 2,
         keep_best: int = 0,
         monitor: str = "val/loss",
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         path: str | None = None,
     ) -> None:
         """`every` in steps; `keep_last` null keeps all; `keep_best` by `monitor`, `mode` min | max.
 
         `path`: below which folder, or place in a store (s3://bucket/folder), checkpoints go; null: into the run folder.
         """
+        given = {"every": every, "every_minutes": every_minutes, "keep_last": keep_last, "keep_best": keep_best}
+        check_limits("checkpoint", given)
         self.path = path
-        _at_least_one("every", every)
-        _at_least_one("keep_last", keep_last)
-        if keep_best < 0:
-            raise ConfigError(f"callbacks.checkpoint.keep_best is {keep_best}; it is at least 0", "callbacks.checkpoint.keep_best=1")
         self.every = every
         self.every_seconds = None if every_minutes is None else 60.0 * every_minutes
         self.monitored = Monitored("checkpoint", monitor, mode)
@@ -65,7 +64,7 @@ class Checkpoint(Callback):
 
     @property
     def saves_on_the_way(self) -> bool:
-        """Whether there are saves before the end that no evaluation has to be due for."""
+        """Whether it saves before the end, be there evaluations or not."""
         return self.every is not None or self.every_seconds is not None
 
     def best(self, trainer: Trainer) -> Path | None:
@@ -167,8 +166,3 @@ class Checkpoint(Callback):
 
     def _score(self, step: int) -> float | None:
         return self._measured[1] if self._measured is not None and self._measured[0] == step else None
-
-
-def _at_least_one(key: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"callbacks.checkpoint.{key} is {value}; it is at least 1, or null", f"callbacks.checkpoint.{key}=1")

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disttrain.callbacks.calls import Call, call_of
-from disttrain.errors import ConfigError, UserError
+from disttrain.config.limits import check_limits
+from disttrain.errors import UserError
 from disttrain.parallel.mesh import AXES, VIEWS, Mesh
 from disttrain.train.hooks import Callback
 
@@ -46,8 +47,7 @@ class CollectiveCheck(Callback):
 
     def __init__(self, seconds: float = 60.0) -> None:
         """`seconds`: how long a rank may be missing."""
-        if seconds <= 0:
-            raise ConfigError(f"{KEY}.seconds is {seconds}; it is more than 0", f"{KEY}.seconds=60")
+        check_limits("collective_check", {"seconds": seconds})
         self.seconds = seconds
         self._check: Check | None = None
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from disttrain.callbacks.monitored import Monitored
-from disttrain.errors import ConfigError
+from disttrain.config.limits import check_limits
 from disttrain.parallel.step import Verdict
 from disttrain.train.hooks import Callback
 
@@ -21,10 +21,9 @@ class EarlyStopping(Callback):
     The metric is the same on every rank, so all ask at the same step. A value that is NaN is no improvement.
     """
 
-    def __init__(self, monitor: str = "val/loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
+    def __init__(self, monitor: str = "val/loss", patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min") -> None:
         """`monitor`: name of a metric of evaluations; `mode`: min | max."""
-        if patience < 1:
-            raise ConfigError(f"callbacks.early_stopping.patience is {patience}; it is at least 1", "callbacks.early_stopping.patience=3")
+        check_limits("early_stopping", {"patience": patience})
         self.monitored = Monitored("early_stopping", monitor, mode)
         self.patience = patience
         self.min_delta = min_delta

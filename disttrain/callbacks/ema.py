@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disttrain.errors import ConfigError
+from disttrain.config.limits import check_limits
 from disttrain.parallel.step import Report
 from disttrain.train.hooks import Callback
 
@@ -28,8 +28,7 @@ class EMA(Callback):
 
     def __init__(self, decay: float = 0.999) -> None:
         """`decay` in [0, 1): weight of the past a step."""
-        if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"callbacks.ema.decay is {decay}; it is at least 0 and less than 1", "callbacks.ema.decay=0.999")
+        check_limits("ema", {"decay": decay})
         self.decay = decay
         self.shadow: dict[str, Tensor] = {}
         self._restored = False

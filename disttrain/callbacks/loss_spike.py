@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from disttrain.callbacks.reaction import Reaction
+from disttrain.config.limits import check_limits
 from disttrain.errors import ConfigError
 from disttrain.parallel.step import Report
 from disttrain.train.hooks import StepPolicy
@@ -37,7 +38,7 @@ class LossSpike(StepPolicy):
 
     def __init__(
         self,
-        action: str = "skip",
+        action: Literal["skip", "stop", "roll_back"] = "skip",
         zscore: float | None = 10.0,
         ratio: float | None = None,
         window: int = 64,
@@ -45,10 +46,11 @@ class LossSpike(StepPolicy):
         max_roll_backs: int = 3,
     ) -> None:
         """`action`: skip | stop | roll_back; `min_steps`: losses seen before any is judged; one spike more than `max_roll_backs` stops."""
+        check_limits("loss_spike", {"min_steps": min_steps, "max_roll_backs": max_roll_backs})
         self.reaction = Reaction("callbacks.loss_spike.action", action, max_roll_backs)
         if zscore is None and ratio is None:
             raise ConfigError("callbacks.loss_spike has neither a zscore nor a ratio to judge by", "callbacks.loss_spike.zscore=10")
-        if not 1 <= min_steps <= window:
+        if min_steps > window:
             raise ConfigError(
                 f"callbacks.loss_spike.min_steps is {min_steps}; it is 1 to window={window}", f"callbacks.loss_spike.min_steps={window}"
             )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from disttrain.callbacks import nonfinite
 from disttrain.callbacks.reaction import Reaction
-from disttrain.errors import ConfigError
+from disttrain.config.limits import check_limits
 from disttrain.parallel.step import Report, Step
 from disttrain.train.hooks import StepPolicy
 from disttrain.train.progress import FAILED
@@ -38,16 +38,19 @@ class NaNGuard(StepPolicy):
     module, rank and direction in which the first such value arose are named.
     """
 
-    def __init__(self, on_nan: str = "skip", max_consecutive: int = 20, max_roll_backs: int = 3, explain: bool = True) -> None:
+    def __init__(
+        self,
+        on_nan: Literal["skip", "stop", "roll_back"] = "skip",
+        max_consecutive: int = 20,
+        max_roll_backs: int = 3,
+        explain: bool = True,
+    ) -> None:
         """`on_nan`: skip | stop (at the first bad step) | roll_back; `max_consecutive`: skipped steps in a row that end the run.
 
         Twenty is more than fp16 needs to bring its first scale of 65536 down to one. `explain`: run the batch again.
         """
+        check_limits("nan_guard", {"max_consecutive": max_consecutive, "max_roll_backs": max_roll_backs})
         self.reaction = Reaction("callbacks.nan_guard.on_nan", on_nan, max_roll_backs)
-        if max_consecutive < 1:
-            raise ConfigError(
-                f"callbacks.nan_guard.max_consecutive is {max_consecutive}; it is at least 1", "callbacks.nan_guard.max_consecutive=20"
-            )
         self.max_consecutive, self.explains = max_consecutive, explain
         self.counts = torch.zeros(2)
         """Bad steps in all, and skips in a row; on the device from the start of the run."""

@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from disttrain.callbacks import trace
 from disttrain.callbacks.ranges import Ranges
 from disttrain.callbacks.trace import Span
+from disttrain.config.limits import check_limits
 from disttrain.errors import ConfigError
 from disttrain.parallel import collectives
 from disttrain.parallel.mesh import AXES, Mesh
@@ -48,15 +49,19 @@ class Profile(Callback):
     """
 
     def __init__(
-        self, start: int = 10, steps: int = 3, ranks: Sequence[int] | None = None, memory: bool = False, tool: str = "torch"
+        self,
+        start: int = 10,
+        steps: int = 3,
+        ranks: Sequence[int] | None = None,
+        memory: bool = False,
+        tool: Literal["torch", "nvtx"] = "torch",
     ) -> None:
         """`start`: steps taken before the first one recorded, in this start of the run, fewer where it ends before.
 
         `ranks`: who records, null: see `ALL_RANKS`. `memory`: allocations too, as a curve in the trace, and on CUDA with the
         lines of code that made them, in `rank-<n>.memory.json.gz` (torch's memory snapshot).
         """
-        if start < 0 or steps < 1:
-            raise ConfigError(f"{KEY}.start is {start} and steps is {steps}; they are at least 0 and 1", f"{KEY}.start=10 {KEY}.steps=3")
+        check_limits("profile", {"start": start, "steps": steps})
         if tool not in TOOLS:
             raise ConfigError(f"{KEY}.tool is '{tool}'; it may be {', '.join(TOOLS)}", f"{KEY}.tool=torch")
         self.start, self.steps, self.memory, self.tool = start, steps, memory, tool

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from disttrain.callbacks import replicas
+from disttrain.config.limits import check_limits
 from disttrain.errors import ConfigError
 from disttrain.parallel.step import Report
 from disttrain.train.hooks import Callback
@@ -26,8 +27,7 @@ class ReplicaCheck(Callback):
 
     def __init__(self, every: int = 100, what: Sequence[str] = ("weights",)) -> None:
         """`every` in steps; `what` of batches, random, gradients, weights, each compared as soon as the step has it."""
-        if every < 1:
-            raise ConfigError(f"{KEY}.every is {every}; it is at least 1", f"{KEY}.every=100")
+        check_limits("replica_check", {"every": every})
         if not what or set(what) - set(WHAT):
             raise ConfigError(f"{KEY}.what is {list(what)}; it may hold {', '.join(WHAT)}", f"{KEY}.what=[gradients,weights]")
         self.every, self.what = every, frozenset(what)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disttrain.errors import ConfigError
+from disttrain.config.limits import check_limits
 from disttrain.launch.rank import give_up
 from disttrain.parallel import collectives
 from disttrain.texts import write_json
@@ -53,11 +53,7 @@ class Watchdog(Callback):
 
     def __init__(self, factor: float = 20.0, min_seconds: float = 60.0, seconds: float | None = None) -> None:
         """`seconds` null: no limit by itself."""
-        if factor <= 1 or min_seconds < 0 or (seconds is not None and seconds <= 0):
-            raise ConfigError(
-                f"callbacks.watchdog can't watch with factor={factor}, min_seconds={min_seconds}, seconds={seconds}",
-                "callbacks.watchdog.factor=20 callbacks.watchdog.min_seconds=60 callbacks.watchdog.seconds=600",
-            )
+        check_limits("watchdog", {"factor": factor, "min_seconds": min_seconds, "seconds": seconds})
         self.factor, self.min_seconds, self.seconds = factor, min_seconds, seconds
         self._took: deque[float] = deque(maxlen=NUM_STEPS)
         self._since = time.monotonic()

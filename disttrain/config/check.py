@@ -14,6 +14,7 @@ from typing import Any
 from disttrain.config import schedules, world
 from disttrain.config.components import CHOICES_FOR, GIVES, TAKES, needs_whole
 from disttrain.config.deepspeed import check_deepspeed
+from disttrain.config.limits import PLACE, check_limits
 from disttrain.config.local_sgd import check_local_sgd
 from disttrain.config.schema import Config
 from disttrain.config.sequence import check_sequence
@@ -237,13 +238,15 @@ def check_pipeline(config: Config) -> None:
 
 
 def check_callbacks(config: Config) -> None:
-    """No callback of ours twice: two would declare, or write, the same thing. Precision belongs to float32 weights."""
+    """No callback of ours twice: two would declare, or write, the same thing. Their numbers. Precision belongs to float32 weights."""
     seen: dict[str, str] = {}
     for key, value in config.callbacks.items():
         target = value["_target_"]
         if target in seen and target.startswith("disttrain."):
             raise ConfigError(f"callbacks.{seen[target]} and callbacks.{key} are the same callback twice ({target})", f"~callbacks.{key}")
         seen[target] = key
+        if target.startswith(PLACE):
+            check_limits(target.removeprefix(PLACE).split(".")[0], value, key)
     amp = _key_of(config, AMP)
     precision = "fp32" if amp is None else config.callbacks[amp].get("precision", "fp32")
     key = f"callbacks.{amp or 'amp'}.precision"
