@@ -17,6 +17,7 @@ from torch import nn
 
 from disttrain.checkpoint.files import step_of, supersede
 from disttrain.checkpoint.load import latest_good
+from disttrain.config.check import waiting_for_evaluations
 from disttrain.config.components import signature_of
 from disttrain.config.fit import check_data, takes_batch
 from disttrain.config.schema import Config
@@ -75,8 +76,8 @@ def data_module(config: Config) -> DataModule:
 def prepare(config: Config) -> None:
     """What can go wrong before ranks start does so here, once a node: classes, then data, which is fetched or converted.
 
-    ConfigError for a class of another kind than its place wants and for a model that the data doesn't fit; DataError for data
-    smaller than one global batch, or for none to validate on.
+    ConfigError for a class of another kind than its place wants, for a model that the data doesn't fit and for what goes by
+    evaluations that can't be made; DataError for data smaller than one global batch, or for none to validate on.
     """
     _must_be("optimizer", config.optimizer, torch.optim.Optimizer, "optimizer=adamw")
     for key, component in config.callbacks.items():
@@ -89,7 +90,9 @@ def prepare(config: Config) -> None:
     check_data(config, module, class_of(config.model))
     fits = partial(takes_batch, config)
     order = training_order(adapt.numbered(module.train()), config.train.global_batch_size, config.seed, module.shuffle, fits)
-    validation_split(module)
+    if validation_split(module) is None:
+        for what, remedy in waiting_for_evaluations(config).items():
+            raise ConfigError(f"{what} goes by evaluations, and the data has no validation split", remedy)
     num_steps = run_length(config.train.steps, config.train.epochs, order)
     tabulate(build_schedule(config)(num_steps), min(num_steps, TRIED_UPDATES), torch.device("cpu"))
 

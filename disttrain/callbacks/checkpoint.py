@@ -78,7 +78,9 @@ class Checkpoint(Callback):
         return frozenset({"save"}) if any(every is not None and step % every == 0 for every in intervals) else frozenset()
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Write down where checkpoints go, if not into the run folder."""
+        """Write down where checkpoints go, if not into the run folder. ConfigError where the best are to be kept and none is measured."""
+        if self.retention.keep_best:
+            self.monitored.must_be_measured(trainer)
         if self.path is not None and trainer.folder is not None:
             if trainer.is_lead:
                 trainer.folder.keep_checkpoints_at(self.path)

@@ -30,6 +30,10 @@ class EarlyStopping(Callback):
         self.best = math.inf * self.monitored.sign
         self.waited = 0
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """ConfigError where there will be nothing to go by."""
+        self.monitored.must_be_measured(trainer)
+
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
         value = self.monitored.value(metrics)

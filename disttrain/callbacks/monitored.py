@@ -5,8 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from disttrain.errors import ConfigError
+from disttrain.train.hooks import defined
+
+if TYPE_CHECKING:
+    from disttrain.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,14 @@ class Monitored:
     def sign(self) -> float:
         """1 where less is better, else -1: `sign * value` is always to be made small."""
         return 1.0 if self.mode == "min" else -1.0
+
+    def must_be_measured(self, trainer: Trainer) -> None:
+        """ConfigError where no evaluation is made on the way, unless somebody's own callback may ask for one."""
+        others = any(defined(one, "due") and not type(one).__module__.startswith("disttrain.") for one in trainer.callbacks.values())
+        if trainer.evaluator is None:
+            raise ConfigError(f"callbacks.{self.owner} goes by {self.name}, and the data has no validation split")
+        if trainer.eval_every is None and not others:
+            raise ConfigError(f"callbacks.{self.owner} goes by {self.name}, which is measured at the end only", "train.eval_every=100")
 
     def value(self, metrics: Mapping[str, float]) -> float:
         """Its value in an evaluation; ConfigError, naming what there is, where it is missing."""

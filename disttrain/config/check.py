@@ -15,13 +15,14 @@ from disttrain.config import schedules, world
 from disttrain.config.components import CHOICES_FOR, GIVES, TAKES, needs_whole
 from disttrain.config.deepspeed import check_deepspeed
 from disttrain.config.limits import PLACE, check_limits
-from disttrain.config.local_sgd import check_local_sgd
+from disttrain.config.local_sgd import CHECKPOINT, check_local_sgd
 from disttrain.config.schema import Config
 from disttrain.config.sequence import check_sequence
 from disttrain.errors import ConfigError
 
 ACCUMULATION = "disttrain.callbacks.grad_accumulation.GradAccumulation"
 AMP = "disttrain.callbacks.amp.AMP"
+EARLY_STOPPING = "disttrain.callbacks.early_stopping.EarlyStopping"
 
 POSITIVE = {
     "train": ("steps", "epochs", "global_batch_size", "log_every", "eval_every", "clip_norm"),
@@ -247,6 +248,7 @@ def check_callbacks(config: Config) -> None:
         seen[target] = key
         if target.startswith(PLACE):
             check_limits(target.removeprefix(PLACE).split(".")[0], value, key)
+    check_evaluations(config)
     amp = _key_of(config, AMP)
     precision = "fp32" if amp is None else config.callbacks[amp].get("precision", "fp32")
     key = f"callbacks.{amp or 'amp'}.precision"
@@ -259,6 +261,27 @@ def check_callbacks(config: Config) -> None:
             f"strategy.gather_dtype=bf16 rounds weights, and {key}={precision} computes with more of them than is left",
             f"{key}=bf16, or strategy.gather_dtype=weights",
         )
+
+
+def check_evaluations(config: Config) -> None:
+    """What goes by evaluations on the way has some; a callback of the user's own may ask for them."""
+    for what in waiting_for_evaluations(config) if config.train.eval_every is None else ():
+        if all(value["_target_"].startswith("disttrain.") for value in config.callbacks.values()):
+            every = min(100, max(1, (config.train.steps or 100) // 2))
+            every += -every % config.strategy.sync_every
+            found = f"{what} goes by evaluations, and train.eval_every=null makes one at the end only"
+            raise ConfigError(found, f"train.eval_every={every}")
+
+
+def waiting_for_evaluations(config: Config) -> dict[str, str]:
+    """What is without effect where nothing is evaluated, and the override that leaves it out."""
+    found = {}
+    for key, value in config.callbacks.items():
+        if value["_target_"] == EARLY_STOPPING:
+            found[f"callbacks.{key}"] = f"~callbacks.{key}"
+        if value["_target_"] == CHECKPOINT and value.get("keep_best"):
+            found[f"callbacks.{key}.keep_best={value['keep_best']}"] = f"callbacks.{key}.keep_best=0"
+    return found
 
 
 def check_metrics(names: Container[str]) -> None:

@@ -67,4 +67,5 @@ def check_limits(module: str, values: Mapping[str, object], key: str | None = No
         value = values.get(name)
         if isinstance(value, (int, float)) and not (math.isfinite(value) and limit.holds(value)):
             place = f"callbacks.{key or module}.{name}"
-            raise ConfigError(f"{place} is {value}; it is {limit.words}", f"{place}={limit.instead}")
+            words = limit.words if math.isfinite(value) else f"a finite number, {limit.words}"
+            raise ConfigError(f"{place} is {value}; it is {words}", f"{place}={limit.instead}")

@@ -19,8 +19,8 @@ from disttrain.train.batch import train_positions
 from disttrain.train.trainer import Trainer
 
 KEY = "breakdown"
-WRITES = ("wandb", "tensorboard", "checkpoint", "jsonl", "progress", "profile")
-"""Callbacks of ours that write or show something; a doctor's run leaves no trace."""
+LEFT_OUT = ("wandb", "tensorboard", "checkpoint", "jsonl", "progress", "profile", "early_stopping")
+"""Callbacks of ours that write, show or end something; a doctor's run leaves no trace, and is not evaluated."""
 PRODUCT = {"cpu": 512, "cuda": 8192}
 """Rows and columns of the matrix product that says what a device can do, by its kind."""
 TINY_OPERATIONS = 200
@@ -29,7 +29,7 @@ TINY_OPERATIONS = 200
 
 def windowed(config: Config) -> Config:
     """The config with the window in it, as long as that needs, without what writes."""
-    kept = {key: value for key, value in config.callbacks.items() if str(value["_target_"]).split(".")[:3][-1] not in WRITES}
+    kept = {key: value for key, value in config.callbacks.items() if str(value["_target_"]).split(".")[:3][-1] not in LEFT_OUT}
     kept = {key: value for key, value in kept.items() if not str(value["_target_"]).startswith("disttrain.callbacks.breakdown.")}
     wanted = config.doctor
     window = {"_target_": "disttrain.callbacks.breakdown.Breakdown", "start": wanted.warmup, "steps": wanted.steps}

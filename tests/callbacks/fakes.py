@@ -41,7 +41,8 @@ class FakeTrainer:
         self.update = SimpleNamespace(updates=torch.zeros((), dtype=torch.float64))
         self.strategy = SimpleNamespace(loss_scale=None, apart=SimpleNamespace(size=1))
         self.num_steps = num_steps
-        self.eval_every = None
+        self.eval_every: int | None = None
+        self.evaluator = object()
         self.config = config
         self.window = FakeWindow()
         self.callbacks = {}

@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 
+from disttrain import build
 from disttrain.callbacks import monitor as monitor_module
+from disttrain.callbacks.checkpoint import Checkpoint
 from disttrain.callbacks.early_stopping import EarlyStopping
 from disttrain.callbacks.ema import EMA
 from disttrain.callbacks.jsonl import JSONL
@@ -18,6 +20,7 @@ from disttrain.callbacks.tensorboard import TensorBoard
 from disttrain.callbacks.wandb import WandB
 from disttrain.errors import ConfigError, MissingExtraError
 from disttrain.train.hooks import defined
+from tests import tiny
 from tests.callbacks.fakes import FakeTrainer, report
 
 # --- early stopping ------------------------------------------------------------------------------------------------
@@ -62,6 +65,26 @@ def test_an_unknown_metric_is_named_with_what_there_is():
     with pytest.raises(ConfigError, match=r"'val/los', which no evaluation gives; there are val/loss, val/perplexity") as error:
         EarlyStopping("val/los").on_validation_end(FakeTrainer(), {"val/loss": 1.0, "val/perplexity": 2.0})
     assert error.value.remedy == "callbacks.early_stopping.monitor=val/loss"
+
+
+def test_nothing_to_go_by_is_refused():
+    for owner in (EarlyStopping(), Checkpoint(keep_best=1)):
+        trainer = FakeTrainer()
+        with pytest.raises(ConfigError, match="goes by val/loss, which is measured at the end only"):
+            owner.on_fit_start(trainer)
+        trainer.eval_every = 5
+        owner.on_fit_start(trainer)
+        trainer.evaluator = None
+        with pytest.raises(ConfigError, match="no validation split"):
+            owner.on_fit_start(trainer)
+
+
+def test_data_that_can_not_be_evaluated_is_refused_before_ranks_start():
+    early = {"_target_": "disttrain.callbacks.early_stopping.EarlyStopping"}
+    config = tiny.config(dataset=tiny.TOKENS | {"num_validation": 0}, callbacks={"early": early}, eval_every=2)
+    with pytest.raises(ConfigError, match=r"callbacks.early goes by evaluations, and the data has no validation split") as error:
+        build.prepare(config)
+    assert error.value.remedy == "~callbacks.early"
 
 
 # --- EMA -------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ MISTAKES = {
     "interpolation to nowhere": ["seed=${nope}"],
     "unknown resolver": ["seed=${nope:1}"],
     "missing value": ["dataset=text"],
+    "number beyond a callback's limit": ["callbacks.checkpoint.every_minutes=0"],
+    "nothing to stop early by": ["callbacks=[default,early_stopping]", "train.eval_every=null"],
     "own class not named": ["model=custom"],
     "own class not there": ["model=custom", "model._target_=nowhere.Net", "dataset.context=8"],
     "class nearly there": ["model=custom", "model._target_=torch.nn.Linearr", "dataset.context=8"],

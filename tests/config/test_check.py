@@ -172,3 +172,39 @@ def test_a_metric_takes_no_name_of_the_losss(checked: Make, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"metrics.{name}: val/{name} is the name of what an evaluation gives by itself"):
         checked(f"metrics.{name}._target_=torchmetrics.MeanMetric")
     checked(f"metrics.my_{name}._target_=torchmetrics.MeanMetric")
+
+
+@pytest.mark.parametrize(
+    ("word", "message", "remedy"),
+    [
+        ("callbacks.checkpoint.every=0", "is 0; it is at least 1, or null", "callbacks.checkpoint.every=1"),
+        ("callbacks.checkpoint.every_minutes=-1", "more than 0, or null", "callbacks.checkpoint.every_minutes=10"),
+        ("callbacks.checkpoint.keep_last=0", "at least 1, or null", "callbacks.checkpoint.keep_last=1"),
+        ("+callbacks.amp.init_scale=0", "callbacks.amp.init_scale is 0.0; it is more than 0", "callbacks.amp.init_scale=65536"),
+        ("+callbacks.amp.init_scale=inf", "a finite number, more than 0", "callbacks.amp.init_scale=65536"),
+        ("+callbacks.amp.growth_factor=1", "more than 1", "callbacks.amp.growth_factor=2"),
+        ("+callbacks.amp.backoff_factor=1", "more than 0 and less than 1", "callbacks.amp.backoff_factor=0.5"),
+        ("+callbacks.amp.growth_interval=0", "at least 1", "callbacks.amp.growth_interval=2000"),
+    ],
+)
+def test_numbers_of_callbacks_have_limits(checked: Make, word: str, message: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        checked(word)
+    assert caught.value.remedy == remedy
+    checked(word, remedy)
+
+
+def test_choices_of_callbacks_are_known_before_ranks_start(checked: Make) -> None:
+    for word in ("+callbacks.checkpoint.mode=foo", "callbacks.amp.precision=fp61"):
+        with pytest.raises(ConfigError, match="is not allowed: it takes"):
+            checked(word)
+
+
+def test_what_goes_by_evaluations_needs_some_on_the_way(checked: Make) -> None:
+    for words in (["callbacks=[default,early_stopping]"], ["callbacks.checkpoint.keep_best=2"]):
+        checked(*words)
+        with pytest.raises(ConfigError, match=r"goes by evaluations, and train.eval_every=null makes one at the end only") as caught:
+            checked(*words, "train.eval_every=null", "train.steps=50")
+        assert caught.value.remedy == "train.eval_every=25"
+    mine = ("callbacks=[default,early_stopping,custom]", "callbacks.custom._target_=tests.train.runs.Notes")
+    checked(*mine, "train.eval_every=null")
