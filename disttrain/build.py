@@ -17,7 +17,7 @@ from torch import nn
 
 from disttrain.checkpoint.files import step_of, supersede
 from disttrain.checkpoint.load import latest_good
-from disttrain.config.check import waiting_for_evaluations
+from disttrain.config.callbacks import waiting_for_evaluations
 from disttrain.config.components import signature_of
 from disttrain.config.fit import check_data, takes_batch
 from disttrain.config.schema import Config

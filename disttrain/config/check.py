@@ -12,17 +12,15 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from disttrain.config import schedules, world
+from disttrain.config.callbacks import check_callbacks, key_of
 from disttrain.config.components import CHOICES_FOR, GIVES, TAKES, needs_whole
 from disttrain.config.deepspeed import check_deepspeed
-from disttrain.config.limits import PLACE, check_limits
-from disttrain.config.local_sgd import CHECKPOINT, check_local_sgd
+from disttrain.config.local_sgd import check_local_sgd
 from disttrain.config.schema import Config
 from disttrain.config.sequence import check_sequence
 from disttrain.errors import ConfigError
 
 ACCUMULATION = "disttrain.callbacks.grad_accumulation.GradAccumulation"
-AMP = "disttrain.callbacks.amp.AMP"
-EARLY_STOPPING = "disttrain.callbacks.early_stopping.EarlyStopping"
 
 POSITIVE = {
     "train": ("steps", "epochs", "global_batch_size", "log_every", "eval_every", "clip_norm"),
@@ -165,7 +163,7 @@ def check_batch(config: Config) -> None:
     """The global batch is cut into whole micro-batches on every data rank; a rank's part that is smaller than one is one."""
     total = config.train.global_batch_size
     ranks = config.strategy.dp_replicate * config.strategy.dp_shard
-    name = _key_of(config, ACCUMULATION)
+    name = key_of(config, ACCUMULATION)
     if name is None:
         if total % ranks:
             multiple = world.nearest_multiple(total, ranks)
@@ -216,7 +214,7 @@ def check_pipeline(config: Config) -> None:
     if isinstance(layers, int) and layers < size * virtual and not strategy.stage_split:
         stages = f"strategy.pp={size}" + (f" times {virtual} stages a rank (strategy.schedule={name})" if virtual > 1 else "")
         raise ConfigError(f"model.num_layers={layers}: fewer than {stages}, and each stage needs one", f"model.num_layers={size * virtual}")
-    callback = _key_of(config, ACCUMULATION)
+    callback = key_of(config, ACCUMULATION)
     if callback is None:
         raise ConfigError(
             "strategy.pp passes micro-batches from rank to rank, and no callback says how large one is",
@@ -238,59 +236,9 @@ def check_pipeline(config: Config) -> None:
         )
 
 
-def check_callbacks(config: Config) -> None:
-    """No callback of ours twice: two would declare, or write, the same thing. Their numbers. Precision belongs to float32 weights."""
-    seen: dict[str, str] = {}
-    for key, value in config.callbacks.items():
-        target = value["_target_"]
-        if target in seen and target.startswith("disttrain."):
-            raise ConfigError(f"callbacks.{seen[target]} and callbacks.{key} are the same callback twice ({target})", f"~callbacks.{key}")
-        seen[target] = key
-        if target.startswith(PLACE):
-            check_limits(target.removeprefix(PLACE).split(".")[0], value, key)
-    check_evaluations(config)
-    amp = _key_of(config, AMP)
-    precision = "fp32" if amp is None else config.callbacks[amp].get("precision", "fp32")
-    key = f"callbacks.{amp or 'amp'}.precision"
-    if config.train.dtype == "float64" and precision != "fp32":
-        raise ConfigError(f"train.dtype=float64 is for proofs and {key}={precision} for speed: not both", f"{key}=fp32")
-    if config.train.dtype == "bfloat16" and precision == "fp16":
-        raise ConfigError(f"train.dtype=bfloat16 with {key}=fp16: weights in one half type, products in the other", "train.dtype=float32")
-    if config.strategy.gather_dtype == "bf16" and precision != "bf16":
-        raise ConfigError(
-            f"strategy.gather_dtype=bf16 rounds weights, and {key}={precision} computes with more of them than is left",
-            f"{key}=bf16, or strategy.gather_dtype=weights",
-        )
-
-
-def check_evaluations(config: Config) -> None:
-    """What goes by evaluations on the way has some; a callback of the user's own may ask for them."""
-    for what in waiting_for_evaluations(config) if config.train.eval_every is None else ():
-        if all(value["_target_"].startswith("disttrain.") for value in config.callbacks.values()):
-            every = min(100, max(1, (config.train.steps or 100) // 2))
-            every += -every % config.strategy.sync_every
-            found = f"{what} goes by evaluations, and train.eval_every=null makes one at the end only"
-            raise ConfigError(found, f"train.eval_every={every}")
-
-
-def waiting_for_evaluations(config: Config) -> dict[str, str]:
-    """What is without effect where nothing is evaluated, and the override that leaves it out."""
-    found = {}
-    for key, value in config.callbacks.items():
-        if value["_target_"] == EARLY_STOPPING:
-            found[f"callbacks.{key}"] = f"~callbacks.{key}"
-        if value["_target_"] == CHECKPOINT and value.get("keep_best"):
-            found[f"callbacks.{key}.keep_best={value['keep_best']}"] = f"callbacks.{key}.keep_best=0"
-    return found
-
-
 def check_metrics(names: Container[str]) -> None:
     """No metric of the user's takes the name of a number that follows from the loss."""
     for name in OF_THE_LOSS:
         if name in names:
             found = f"metrics.{name}: val/{name} is the name of what an evaluation gives by itself, of the loss"
             raise ConfigError(found, f"metrics.my_{name}._target_=... instead of metrics.{name}._target_=...")
-
-
-def _key_of(config: Config, target: str) -> str | None:
-    return next((key for key, value in config.callbacks.items() if value["_target_"] == target), None)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from disttrain.config.check import ACCUMULATION, AMP
+from disttrain.config.check import ACCUMULATION
 from disttrain.config.components import signature_of
+from disttrain.config.local_sgd import AMP
 from disttrain.config.schedules import takes
 from disttrain.config.schema import Config
 from disttrain.config.world import divisors
