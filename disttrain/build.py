@@ -209,7 +209,7 @@ def train(config: Config, folder: RunFolder | None, place: Place) -> dict[str, A
     is_over = trainer.progress.step >= trainer.num_steps and not trainer.progress.owes_evaluation
     if folder is not None and is_over and _had_ended_well(trainer, folder):
         say(trainer, f"nothing is left to do of {trainer.num_steps} steps; train.steps=<more> goes on")
-        return {"idle": True, "step": trainer.progress.step, "metrics": folder.result().get("metrics", {})}
+        return {"idle": True, "step": trainer.progress.step, "metrics": folder.last_values()}
     for warning in warnings_of(trainer):
         say(trainer, warning)
     say(trainer, start_table(trainer))
@@ -231,9 +231,11 @@ def _take_up(trainer: Trainer, config: Config, folder: RunFolder | None, place: 
         checkpoint, notes, checked = _newest(named, trainer)
         if checkpoint is not None:
             notes += restore(trainer, checkpoint, checked)
+        elif notes:
+            found = "\n".join([f"{folder.path} holds no good checkpoint:", *notes])
+            raise CheckpointError(found, "leave out resume= to begin a new run")
         if trainer.is_lead:
-            supersede(folder.checkpoints, trainer.progress.step)
-            folder.cut_back(trainer.progress.step)
+            _put_aside(folder, trainer.progress.step)
         if checkpoint is not None:
             notes.append(f"goes on after step {trainer.progress.step}, from {checkpoint.name}")
             return notes
@@ -241,9 +243,17 @@ def _take_up(trainer: Trainer, config: Config, folder: RunFolder | None, place: 
     if config.init_from is not None:
         checkpoint, notes, _ = _newest(place_of(config.init_from), trainer)
         if checkpoint is None:
-            raise CheckpointError(f"init_from={config.init_from} holds no good checkpoint", "init_from=<run folder or checkpoint>")
+            found = "\n".join([f"init_from={config.init_from} holds no good checkpoint", *notes])
+            raise CheckpointError(found, "init_from=<run folder or checkpoint>")
         return [*notes, *load_weights(trainer, checkpoint), f"weights from {checkpoint}"]
     return []
+
+
+def _put_aside(folder: RunFolder, step: int) -> None:
+    """What the run had after `step`, from which it goes on; said in the record, because a refusal can't take it back from here."""
+    has_moved, has_dropped = supersede(folder.checkpoints, step), folder.cut_back(step)
+    if has_moved or has_dropped:
+        folder.write_result(put_aside=True)
 
 
 def _had_ended_well(trainer: Trainer, folder: RunFolder) -> bool:

@@ -209,7 +209,7 @@ def ready(config: Config, environment: Environment, cwd: str, request: Request |
     """A settled config, checked; paths are against `cwd`, or as the run had them that goes on. If it `trains`, it has its plan and fits."""
     from disttrain.config.check import check
     from disttrain.config.deepspeed import must_be_installed
-    from disttrain.config.overrides import find_weights, saved_at
+    from disttrain.config.overrides import find_weights, named_in, saved_at
     from disttrain.config.paths import anchored
     from disttrain.config.stored import before
     from disttrain.launch.environment import threads_per_rank
@@ -222,8 +222,10 @@ def ready(config: Config, environment: Environment, cwd: str, request: Request |
     here = int(config.launch.world_size) if environment.is_alone else environment.local_world_size
     threads = threads_per_rank(config.launch.threads, here, config.launch.env)
     config.launch = replace(config.launch, threads=threads, nodes=environment.check_nodes(config.launch.nodes))
-    if config.resume == "auto":
-        config.resume = None if earlier is None else str(earlier.run)
+    if earlier is not None:
+        config.resume = named_in(str(config.resume), earlier.run)
+    elif config.resume == "auto":
+        config.resume = None
     if trains:
         from disttrain.plan.before import foresee
 

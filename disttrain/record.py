@@ -21,6 +21,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,6 +62,7 @@ class RunFolder:
         self._lock: int | None = None
         self._added: tuple[Path, ...] = ()
         self._result_before: dict[str, Any] = {}
+        self._environment_before: Path | None = None
 
     @classmethod
     def make(cls, outputs: Path | str, job: Path | None = None) -> RunFolder:
@@ -81,6 +83,11 @@ class RunFolder:
         """Where checkpoints lie, one folder a step: in it, or where `keep_checkpoints_at` has said."""
         pointer = self.path / _POINTER
         return place_of(pointer.read_text(encoding="utf-8").strip()) if pointer.is_file() else self.path / "checkpoints"
+
+    @property
+    def keeps_elsewhere(self) -> bool:
+        """Whether checkpoints lie where `keep_checkpoints_at` has said."""
+        return (self.path / _POINTER).is_file()
 
     def keep_checkpoints_at(self, place: str) -> str:
         """Checkpoints of this run go below `place`, under the run's name; where, if the run began with another place, is unchanged."""
@@ -171,7 +178,7 @@ class RunFolder:
         self._added = files if number else ()
         if before is None:
             return {}
-        old, new = (dict(_flat(one)) for one in (begun, yaml.safe_load(text) or {}))
+        old, new = (dict(flat(one)) for one in (begun, yaml.safe_load(text) or {}))
         absent = "(absent)"
         return {
             key: (old.get(key, absent), new.get(key, absent))
@@ -180,11 +187,16 @@ class RunFolder:
         }
 
     def take_back(self) -> bool:
-        """Forget a resume that was refused: what it stored goes, the verdict of before returns. False for a run's first start."""
-        if not self._added:
+        """Forget a resume that was refused: what it stored goes, the verdict of before returns.
+
+        False for a run's first start, and for a resume that has put aside what came after the step that it went on from.
+        """
+        if not self._added or self.result().get("put_aside"):
             return False
         for file in self._added:
             file.unlink(missing_ok=True)
+        if self._environment_before is not None:
+            os.replace(self._environment_before, self.path / "environment.json")
         write_json(self.path / "result.json", self._result_before)
         return True
 
@@ -206,7 +218,8 @@ class RunFolder:
         current = self.path / "environment.json"
         if current.exists():
             number = 1 + len(list(self.path.glob("environment.*.json")))
-            os.replace(current, self.path / f"environment.{number}.json")
+            self._environment_before = self.path / f"environment.{number}.json"
+            os.replace(current, self._environment_before)
         write_text(current, redacted(strict_json(description), code=True))
 
     # --- metrics ----------------------------------------------------------------------------------------------
@@ -230,13 +243,15 @@ class RunFolder:
             values |= row
         return {name: value for name, value in values.items() if name not in ("step", "perf/elapsed_seconds")}
 
-    def cut_back(self, step: int) -> None:
-        """Drop the rows after `step`: the run goes on from there."""
+    def cut_back(self, step: int) -> bool:
+        """Drop the rows after `step`: the run goes on from there. Whether there were any."""
         if not self.metrics_file.exists():
-            return
+            return False
         self.close()
-        rows = [row for row in self._rows() if row["step"] <= step]
-        write_text(self.metrics_file, "".join(json.dumps(strict(row)) + "\n" for row in rows))
+        rows = list(self._rows())
+        kept = [row for row in rows if row["step"] <= step]
+        write_text(self.metrics_file, "".join(json.dumps(strict(row)) + "\n" for row in kept))
+        return len(kept) < len(rows)
 
     def close(self) -> None:
         """Close metrics.jsonl; `append` opens it again."""
@@ -288,13 +303,14 @@ class RunFolder:
 
     def _portable(self, text: str) -> str:
         """`text` without secrets, and without the folder's own absolute path, which a typed `resume=` may hold."""
-        return redacted(text.replace(str(self.path.resolve()), "."))
+        own = rf"(?<![\w.~-]){re.escape(str(self.path.resolve()))}(?=[/\s'\",\]}}):]|$)"  # not where it begins or ends another path
+        return redacted(re.sub(own, ".", text))
 
 
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, leaf) of a nested mapping; lists are leaves."""
     if not isinstance(tree, dict) or not tree:
         yield prefix, tree
         return
     for key, value in tree.items():
-        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        yield from flat(value, f"{prefix}.{key}" if prefix else str(key))

@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Iterator
 
-SECRET = re.compile(r"api_?key|access_?key|private_?key|secret|passw(or)?d|credential|(^|_)token$", re.IGNORECASE)
-"""Found in the name of a key, an argument or an environment variable, it says that the value is a secret."""
+_NO_SECRET_TOKENS = "".join(f"(?<!{name}_)" for name in ("pad", "eos", "bos", "cls", "sep", "unk", "mask", "start", "end"))
+SECRET = re.compile(rf"api_?key|access_?key|private_?key|secret|passw(or)?d|credential|(^|_){_NO_SECRET_TOKENS}token$", re.IGNORECASE)
+"""Found in the name of a key, an argument or an environment variable, its value is a secret. A vocabulary's tokens are none."""
 REDACTED = "<redacted>"
 SHORTEST = 6
 """Characters of a value that is looked for wherever it stands; a shorter one would be found in ordinary words."""

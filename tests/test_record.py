@@ -226,11 +226,22 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     first = RunFolder.make(tmp_path)
     first.store_config("train: {steps: 3}\n", ["train.steps=3"])
     assert not first.take_back()
+    first.store_environment({"host": "a"})
     first.write_result(status="done", exit_code=0)
     before = {file.name: file.read_text() for file in first.path.glob("*.*")}
     again = RunFolder(first.path)
     again.store_config("train: {steps: 9}\n", ["train.steps=9"])
     again.write_result(status="running", exit_code=None)
+    again.store_environment({"host": "b"})
     assert again.overrides() == ["train.steps=9"]
     assert again.take_back()
     assert {file.name: file.read_text() for file in first.path.glob("*.*")} == before
+
+
+def test_the_folders_own_path_is_left_out_and_no_other_that_begins_or_ends_like_it(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path, tmp_path / "run")
+    own = folder.path
+    text = f"a: {own}/x\nb: {own}-old\nc: {own}\nd: [/far{own}, '{own}']\ne: {own}.bak\n"
+    folder.store_config(text, [f"resume={own}", f"paths.data={own}s"])
+    assert folder.config_text() == f"a: ./x\nb: {own}-old\nc: .\nd: [/far{own}, '.']\ne: {own}.bak\n"
+    assert folder.overrides() == ["resume=.", f"paths.data={own}s"]

@@ -41,7 +41,18 @@ def test_a_secret_is_known_by_its_name(text: str) -> None:
     assert redacted(text) == text.replace("sesame", REDACTED)
 
 
-@pytest.mark.parametrize("text", ["dataset.bos_tokens=5", "token_count: 7", "num_tokens: 3", "password: null", "perf/tokens_per_second: 9"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dataset.bos_tokens=5",
+        "token_count: 7",
+        "model.pad_token=3",
+        "eos_token: 2",
+        "num_tokens: 3",
+        "password: null",
+        "perf/tokens_per_second: 9",
+    ],
+)
 def test_what_only_sounds_like_one_stays(text: str) -> None:
     assert redacted(text) == text
 

@@ -84,6 +84,7 @@ class Checkpoint(Callback):
         if self.path is not None and trainer.folder is not None:
             if trainer.is_lead:
                 trainer.folder.keep_checkpoints_at(self.path)
+                trainer.folder.checkpoints.mkdir(parents=True, exist_ok=True)  # a resume tells a run without any from a place that is gone
             barrier(trainer.mesh.axis("world"))
 
     def on_train_step_start(self, trainer: Trainer) -> None:

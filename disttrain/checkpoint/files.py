@@ -14,6 +14,7 @@ The checksums tell what happened to it afterwards. What is read is data, and no 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -275,20 +276,24 @@ def clear_partial(checkpoints: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def supersede(checkpoints: Path, step: int) -> None:
-    """Put checkpoints after `step` aside, into `superseded/`: the run goes on from `step` and will write its own."""
-    for later, folder in found_in(checkpoints).items():
-        if later <= step:
-            continue
-        aside = (checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints) / "superseded" / step_name(later)
-        remove_tree(aside)
+def supersede(checkpoints: Path, step: int) -> bool:
+    """Put checkpoints after `step` aside, into `superseded/`: the run goes on from `step` and will write its own.
+
+    Those that were put there before stay: a further one of the same step is `step-<n>.1` and so on. Whether there were any to put aside.
+    """
+    beyond = {later: folder for later, folder in found_in(checkpoints).items() if later > step}
+    for later, folder in beyond.items():
+        place = (checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints) / "superseded"
+        names = itertools.chain([step_name(later)], (f"{step_name(later)}.{number}" for number in itertools.count(1)))
+        aside = next(place / name for name in names if not (place / name).exists())
         if not is_remote(folder):
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            folder.rename(aside)
+            place.mkdir(parents=True, exist_ok=True)
+            shutil.move(folder, aside)  # `checkpoints` may be a link to another file system
         elif (folder / MANIFEST).is_file():
             remote.move(folder, aside)
         else:
             remote.delete(folder)
+    return bool(beyond)
 
 
 def _folders(checkpoints: Path) -> Iterator[Path]:

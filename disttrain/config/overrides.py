@@ -14,7 +14,7 @@ from disttrain.places import is_remote, shown
 from disttrain.texts import read_yaml
 
 _KEY = re.compile(r"^(?P<mark>~|\+{0,2})(?P<key>[^=]*)")
-
+_STEP = re.compile(r"step-\d+")
 
 CHOSEN_WHOLE = ("strategy", "model", "dataset", "optimizer", "scheduler")
 """Groups whose keys belong to the choice; callbacks' belong to the callback."""
@@ -124,11 +124,37 @@ def find_run(resume: str, outputs: Path, run_name: str | None) -> Path | None:
     folder = Path(resume).expanduser().absolute()
     if not folder.exists():
         raise _no_run(ConfigError, f"resume={resume}: there is no such folder", outputs)
-    for candidate in (folder, *folder.parents[:2]):
-        if (candidate / "overrides.yaml").is_file():
-            return candidate
+    if _is_run(folder):
+        return folder
+    named = _checkpoint(resume)
+    run = next((one for one in (folder if named is None else named).parents if _is_run(one)), None)
+    if named is not None and run in named.parents[:2]:
+        return run
+    if run is not None and folder == run / "checkpoints":
+        return run
+    if run is not None:
+        raise ConfigError(f"resume={resume} lies in the run {shown(run)} and is no checkpoint", for_shell("resume", shown(run)))
+    if named is not None:
+        found = f"resume={resume} is a checkpoint of a run that is somewhere else: resume= wants that run's folder"
+        raise _no_run(CheckpointError, found, outputs)
     found = f"resume={resume} is neither a run folder nor a checkpoint in one (no overrides.yaml there)"
     raise _no_run(CheckpointError, found, folder, outputs)
+
+
+def named_in(resume: str, run: Path) -> str:
+    """What of `run` a `resume=` that was found there means: a checkpoint of it, or the run itself."""
+    named = _checkpoint(resume) if resume != "auto" else None
+    return str(run if named is None else named)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "overrides.yaml").is_file()
+
+
+def _checkpoint(place: str) -> Path | None:
+    """The checkpoint at `place`, which may be a link to it; None if it is none by its name."""
+    folder = Path(place).expanduser().absolute()
+    return next((one for one in (folder, folder.resolve()) if _STEP.fullmatch(one.name) and one.is_dir()), None)
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -151,8 +177,8 @@ def find_weights(init_from: str) -> None:
     if is_remote(init_from):
         return
     folder = Path(init_from).expanduser()
-    is_checkpoint = folder.parent.name == "checkpoints" and folder.is_dir()
-    if not is_checkpoint and not any(folder.glob("checkpoints/step-*")):
+    is_kept_elsewhere = (folder / "checkpoints.url").is_file()
+    if _checkpoint(init_from) is None and not is_kept_elsewhere and not any(folder.glob("checkpoints/step-*")):
         what = "holds no checkpoint" if folder.is_dir() else "is no folder"
         raise ConfigError(f"init_from={init_from} {what}", "init_from=outputs/<date>/<time>-<id>, or init_from=null")
 

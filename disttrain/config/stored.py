@@ -15,6 +15,7 @@ from disttrain.config.paths import PATHS, Before
 from disttrain.config.schema import PathsConfig
 from disttrain.config.trust import check_words, without_secrets
 from disttrain.errors import ConfigError, UserError
+from disttrain.places import is_remote, shown
 from disttrain.record import RunFolder
 
 CHOOSING = (*CHOSEN_WHOLE, "callbacks", "experiment")
@@ -38,6 +39,7 @@ def with_stored(request: Request) -> Request:
         why = f"no run named '{name}' under {outputs} has a checkpoint"
         print(f"disttrain: resume=auto: {why}, so this begins anew", file=sys.stderr, flush=True)
         return replace(request, overrides=merge(request.overrides, ["resume=null"]))
+    _must_be_there(RunFolder(run))
     words = RunFolder(run).overrides()
     stored = parse([word for word in words if not request.folders or not word.startswith("--config-dir=")])
     check_words(stored.overrides, stored.folders, run)
@@ -85,3 +87,10 @@ def _listed(values: Any, key: str) -> list[str]:
     for name in key.split("."):
         values = values.get(name) if isinstance(values, dict) else None
     return [str(one) for one in (values if isinstance(values, list) else [values]) if one is not None]
+
+
+def _must_be_there(run: RunFolder) -> None:
+    """ConfigError if the folder outside of the run's own in which it keeps its checkpoints is gone, or not mounted."""
+    place = run.checkpoints
+    if run.keeps_elsewhere and not is_remote(place) and not place.is_dir():
+        raise ConfigError(f"{shown(run.path)} keeps its checkpoints at {place}, and there is no such folder", "the same, once it is there")

@@ -24,7 +24,7 @@ from disttrain.launch.local import Supervisor, choose_start_method, import_warm,
 from disttrain.launch.outcome import DONE, FAILED, INTERRUPTED, USER_ERROR, Outcome
 from disttrain.launch.rank import describe as describe_error
 from disttrain.launch.rank import load_function
-from disttrain.launch.signals import StopAsked, stop_raises
+from disttrain.launch.signals import StopAsked, stop_raises, stops_ignored
 from disttrain.places import shown
 from disttrain.record import RunFolder
 from disttrain.secrecy import redacted
@@ -70,7 +70,8 @@ def run(job: Job, environment: Environment | None = None) -> Outcome:
     except Exception as error:
         outcome = failed_before(error, folder)
     if folder is not None:
-        outcome = close_folder(folder, outcome)
+        with stops_ignored():  # the end is near enough
+            outcome = close_folder(folder, outcome)
     if outcome.failure is not None or outcome.reason:
         say(outcome.failure or outcome.reason)
     if folder is not None and _can_go_on(outcome, folder):
@@ -134,7 +135,7 @@ def open_folder(job: Job) -> RunFolder | None:
             say(f"changed since the run began: {key} was {before}, is {now}")
     folder.subfolder("logs")
     before = folder.result().get("status")
-    folder.write_result(status="running", status_before=before, reason="", exit_code=None, started=_now())
+    folder.write_result(status="running", status_before=before, put_aside=False, reason="", exit_code=None, started=_now())
     return folder
 
 
@@ -146,7 +147,23 @@ def store_environment(job: Job, folder: RunFolder, **launched: Any) -> None:
 
 
 def close_folder(folder: RunFolder, outcome: Outcome) -> Outcome:
-    """Write down how the job ended and let others into the folder. Returns the outcome with the folder in it."""
+    """Write down how the job ended and let others into the folder. Returns the outcome with the folder in it.
+
+    A record that can't be written fails a job that had ended well; what had ended another is told all the same.
+    """
+    try:
+        _write_end(folder, outcome)
+    except OSError as error:
+        trouble = f"the record in {shown(folder.path)} can't be closed: {error}"
+        if outcome.exit_code == DONE:
+            outcome = replace(outcome, exit_code=FAILED, reason=trouble)
+        else:
+            say(trouble)
+    folder.unlock()
+    return replace(outcome, folder=folder.path)
+
+
+def _write_end(folder: RunFolder, outcome: Outcome) -> None:
     said = outcome.result if isinstance(outcome.result, Mapping) else {}
     reason = outcome.reason or said.get("reason", "")
     fields = {**said, "status": outcome.status, "reason": reason, "exit_code": outcome.exit_code, "num_restarts": outcome.num_restarts}
@@ -157,8 +174,6 @@ def close_folder(folder: RunFolder, outcome: Outcome) -> Outcome:
     if outcome.failure is not None and outcome.failure.rank is None:
         with folder.log_file(0).open("a", encoding="utf-8") as log:  # no rank was there to write it
             log.write(f"{redacted(str(outcome.failure))}\n")
-    folder.unlock()
-    return replace(outcome, folder=folder.path)
 
 
 def failed_before(error: Exception, folder: RunFolder | None) -> Outcome:

@@ -56,6 +56,20 @@ def stop_raises() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def stops_ignored() -> Iterator[None]:
+    """A stop signal does nothing in the block, which is short and must come to its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class StopSignals:
     """While entered, a stop signal is noted and passed on to `request`. A Ctrl-C after it asks for an end at once.
 

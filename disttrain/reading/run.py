@@ -17,7 +17,8 @@ from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.trust import check_stored
 from disttrain.errors import CheckpointError, ConfigError
 from disttrain.launch.place import alone
-from disttrain.record import RunFolder
+from disttrain.record import RunFolder, flat
+from disttrain.secrecy import REDACTED
 from disttrain.texts import typed_value
 from disttrain.train.state import load_weights
 from disttrain.train.trainer import Trainer
@@ -42,6 +43,9 @@ def open_run(run: Path, words: Sequence[str], section: str) -> tuple[Config, Pat
     for word in words:
         _set(values, word, section)
     config = anchored(typed.build(Config, values), str(Path.cwd()))
+    for key, value in flat({"model": config.model, "dataset": config.dataset, "metrics": config.metrics}):
+        if value == REDACTED:
+            raise ConfigError(f"{key} was taken for a secret and is not stored with the run", f"{key}=<value>")
     check_numbers(config)
     if checkpoint is None:
         found = latest_good(folder.path)

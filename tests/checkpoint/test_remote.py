@@ -64,6 +64,9 @@ def test_written_found_read_let_go_and_put_aside(run: RunFolder) -> None:
     files.supersede(where, 2)
     assert files.steps_in(where) == [2]
     assert index_of(where / "superseded" / "step-3").keys() == {"model/w"}
+    save(state(4.0), where / "step-3", Mesh())
+    files.supersede(where, 2)
+    assert sorted(one.name for one in (where / "superseded").iterdir()) == ["step-3", "step-3.1"]
 
 
 def test_without_its_manifest_there_is_no_checkpoint(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

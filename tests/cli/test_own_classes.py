@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -191,3 +192,33 @@ def test_a_run_killed_after_its_last_save_is_closed_by_a_resume(capfd: pytest.Ca
     assert (closed["status"], closed["exit_code"], closed["step"]) == ("done", 0, ended["step"])
     assert closed["metrics"] == ended["metrics"]
     assert "training loss" in capfd.readouterr().out
+
+
+def contents(run: Path) -> dict[str, str]:
+    """Of all files but the logs."""
+    files = [file for file in run.rglob("*") if file.is_file() and file.parent.name != "logs"]
+    return {str(file.relative_to(run)): file.read_text(errors="replace") for file in files}
+
+
+def test_a_run_without_a_good_checkpoint_is_not_begun_anew(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*ALONE, "callbacks=[checkpoint,jsonl]"]) == 0
+    run = newest().path
+    for file in run.glob("checkpoints/*/state.json"):
+        file.write_text("{}")
+    before = contents(run)
+    assert main([f"resume={run}", "train.steps=2"]) == 2
+    assert "holds no good checkpoint:\nstep-2 is passed over: state.json has 2 bytes instead of" in capfd.readouterr().err
+    assert contents(run) == before
+
+
+def test_a_resume_refused_after_it_put_something_aside_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """The verdict of before would be one of a run that is no more."""
+    assert main([*ALONE, "callbacks=[checkpoint,jsonl]", "train.steps=2", "callbacks.checkpoint.every=1"]) == 0
+    run = newest().path
+    wrong = ["callbacks.checkpoint.monitor=val/nope", "callbacks.checkpoint.keep_best=1", "train.eval_every=1"]
+    for number in range(2):
+        assert main([f"resume={run}/checkpoints/step-1", *wrong]) == 2
+        assert RunFolder(run).result()["status"] == "user_error"
+        assert len(list((run / "superseded").iterdir())) == number + 1
+        shutil.copytree(run / "checkpoints/step-1", run / "checkpoints/step-2", dirs_exist_ok=True)
+    assert "which no evaluation gives" in capfd.readouterr().err

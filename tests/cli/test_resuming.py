@@ -82,6 +82,36 @@ def test_a_folder_of_any_name_is_found_by_what_is_suggested(
         assert main([as_in_its_manual[name]]) == 0
 
 
+def test_a_resume_means_the_run_or_a_checkpoint_of_it_and_nothing_else(
+    jobs: list, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What lies in a run and is no checkpoint would else begin the run anew, and put its checkpoints aside."""
+    run = stored(elsewhere / "outputs/d/t", *SMALL)
+    monkeypatch.setenv("HOME", str(elsewhere))
+    (run / "checkpoints/best").symlink_to("step-2")
+    found = {"~/outputs/d/t": run, "outputs/d/t/checkpoints": run, "outputs/d/t/checkpoints/best": run / "checkpoints/step-2"}
+    for word in found:
+        assert main([f"resume='{word}'"]) == 0
+    assert [(job.resume, job.config.resume) for job in jobs] == [(run, str(meant)) for meant in found.values()]
+    (run / "checkpoints/step-2/model").mkdir()
+    for word in ("outputs/d/t/config.yaml", "outputs/d/t/checkpoints/step-2/model"):
+        (run / "config.yaml").touch()
+        assert main([f"resume={word}"]) == 2
+        assert "lies in the run outputs/d/t and is no checkpoint\n  try: resume=outputs/d/t\n" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_kept_elsewhere(jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, place = stored(elsewhere / "outputs/d/t", *SMALL), elsewhere / "far/d/t"
+    (run / "checkpoints.url").write_text(f"{place}\n")
+    assert main([f"resume={run}"]) == 2  # not mounted: to begin anew would be to lose the run
+    assert f"outputs/d/t keeps its checkpoints at {place}, and there is no such folder" in capsys.readouterr().err
+    (place / "step-2").mkdir(parents=True)
+    assert main([f"resume={run}"]) == 0
+    for word in (str(run), f"{place}/step-2"):
+        assert main([*SMALL, f"init_from={word}"]) == 0
+    assert len(jobs) == 3
+
+
 def test_resume_auto_is_the_run_with_the_newest_checkpoint(jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "resume=auto", "run_name=mine"]) == 0
     assert "so this begins anew" in capsys.readouterr().err

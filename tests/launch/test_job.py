@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -101,6 +102,28 @@ def test_how_a_run_goes_on_is_told_if_it_can(
     assert folder is not None
     told = capfd.readouterr().err.partition("it goes on with: python -m disttrain ")[2]
     assert told == ("" if hint is None else hint.format(name=f"{folder.parent.name}/{folder.name}", here=tmp_path))
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(("entry", "code"), [("ends_well", 1), ("saves_and_raises", 1)])
+def test_a_record_that_cant_be_closed_hides_nothing(
+    entry: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk, mostly."""
+
+    def full(*_: Any, **fields: Any) -> None:
+        if "ended" in fields:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RunFolder, "write_result", full)
+    config = config_of(1, data=str(tmp_path / "prepared"))
+    outcome = run(Job(config, f"{ENTRIES}:{entry}", outputs=tmp_path / "outputs"))
+    said = capfd.readouterr().err
+    assert outcome.exit_code == code
+    assert "can't be closed: [Errno 28] No space left on device" in said
+    assert ("rank 0 failed" in said) == (entry != "ends_well")
+    assert outcome.folder is not None
+    RunFolder(outcome.folder).lock()
 
 
 @pytest.mark.world(2)
