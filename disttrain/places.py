@@ -5,11 +5,17 @@ A place in a store behaves as a `pathlib.Path` does, as far as it can (universal
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import string
+from datetime import datetime
 from pathlib import Path
 from typing import cast
 
 from disttrain.errors import MissingExtraError
+
+_ID_LETTERS = string.ascii_lowercase + string.digits
 
 
 def is_remote(path: Path | str) -> bool:
@@ -36,3 +42,14 @@ def place_of(text: str | Path) -> Path:
         return cast(Path, UPath(str(text), use_listings_cache=False))
     except ImportError as error:
         raise MissingExtraError(str(error), "remote", str(text)) from error
+
+
+def new_folder(outputs: Path, now: datetime | None = None) -> Path:
+    """Make `outputs/<date>/<time>-<short id>/`, for a run or for a sweep's jobs, which then lie in it by number."""
+    now = now or datetime.now()
+    while True:
+        short_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(4))
+        path = outputs / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{short_id}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path

@@ -22,34 +22,19 @@ import fcntl
 import json
 import os
 import re
-import secrets
-import string
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from disttrain.errors import LaunchError
-from disttrain.places import is_remote, place_of
+from disttrain.places import is_remote, new_folder, place_of
 from disttrain.secrecy import redacted
-from disttrain.texts import read_mapping, read_yaml, row_of, strict, strict_json, write_json, write_text
+from disttrain.texts import flat, read_mapping, read_yaml, row_of, strict, strict_json, write_json, write_text
 
 _POINTER = "checkpoints.url"
-_ID_LETTERS = string.ascii_lowercase + string.digits
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-
-
-def new_folder(outputs: Path, now: datetime | None = None) -> Path:
-    """Make `outputs/<date>/<time>-<short id>/`, for a run or for a sweep's jobs, which then lie in it by number."""
-    now = now or datetime.now()
-    while True:
-        short_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(4))
-        path = outputs / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{short_id}"
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
 
 
 class RunFolder:
@@ -305,12 +290,3 @@ class RunFolder:
         """`text` without secrets, and without the folder's own absolute path, which a typed `resume=` may hold."""
         own = rf"(?<![\w.~-]){re.escape(str(self.path.resolve()))}(?=[/\s'\",\]}}):]|$)"  # not where it begins or ends another path
         return redacted(re.sub(own, ".", text))
-
-
-def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, leaf) of a nested mapping; lists are leaves."""
-    if not isinstance(tree, dict) or not tree:
-        yield prefix, tree
-        return
-    for key, value in tree.items():
-        yield from flat(value, f"{prefix}.{key}" if prefix else str(key))

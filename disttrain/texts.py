@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,3 +107,12 @@ def numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [numbers(one) for one in value]
     return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, leaf) of nested mappings; lists are leaves."""
+    if not isinstance(tree, dict) or (not tree and prefix):
+        yield prefix, tree
+        return
+    for key, inner in tree.items():
+        yield from flat(inner, f"{prefix}.{key}" if prefix else str(key))

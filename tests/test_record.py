@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from disttrain.errors import ConfigError, LaunchError
-from disttrain.record import RunFolder, new_folder
+from disttrain.places import new_folder
+from disttrain.record import RunFolder
 from disttrain.texts import write_json
 
 

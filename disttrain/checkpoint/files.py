@@ -277,15 +277,12 @@ def clear_partial(checkpoints: Path) -> None:
 
 
 def supersede(checkpoints: Path, step: int) -> bool:
-    """Put checkpoints after `step` aside, into `superseded/`: the run goes on from `step` and will write its own.
-
-    Those that were put there before stay: a further one of the same step is `step-<n>.1` and so on. Whether there were any to put aside.
-    """
+    """Put checkpoints after `step` aside, into `superseded/`, beside those that lie there already. Whether there were any."""
     beyond = {later: folder for later, folder in found_in(checkpoints).items() if later > step}
     for later, folder in beyond.items():
         place = (checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints) / "superseded"
-        names = itertools.chain([step_name(later)], (f"{step_name(later)}.{number}" for number in itertools.count(1)))
-        aside = next(place / name for name in names if not (place / name).exists())
+        names = (f"{step_name(later)}.{number}".removesuffix(".0") for number in itertools.count())
+        aside = next(one for name in names if not (one := place / name).exists())
         if not is_remote(folder):
             place.mkdir(parents=True, exist_ok=True)
             shutil.move(folder, aside)  # `checkpoints` may be a link to another file system

@@ -17,9 +17,9 @@ from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.trust import check_stored
 from disttrain.errors import CheckpointError, ConfigError
 from disttrain.launch.place import alone
-from disttrain.record import RunFolder, flat
+from disttrain.record import RunFolder
 from disttrain.secrecy import REDACTED
-from disttrain.texts import typed_value
+from disttrain.texts import flat, typed_value
 from disttrain.train.state import load_weights
 from disttrain.train.trainer import Trainer
 

@@ -12,7 +12,7 @@ from typing import Any
 from disttrain.errors import ConfigError, UserError
 from disttrain.record import RunFolder
 from disttrain.secrecy import redacted
-from disttrain.texts import read_json, read_mapping
+from disttrain.texts import flat, read_json, read_mapping
 
 DEEPEST = 3
 """Folders below a given one that are looked into."""
@@ -188,15 +188,6 @@ def is_sent(key: str) -> bool:
 def finite(run: Run, key: str) -> bool:
     """Whether the run's last value of `key` is a number."""
     return math.isfinite(run.metrics.get(key, math.nan))
-
-
-def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, leaf) of nested mappings; lists are leaves."""
-    if not isinstance(tree, dict) or (not tree and prefix):
-        yield prefix, tree
-        return
-    for key, inner in tree.items():
-        yield from flat(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _name(runs: Sequence[Run]) -> None:

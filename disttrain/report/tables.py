@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from disttrain.report import words
 from disttrain.report.html import Child, Html, tag
-from disttrain.report.read import Run, differences, differing, flat, is_sent, value_of
+from disttrain.report.read import Run, differences, differing, is_sent, value_of
+from disttrain.texts import flat
 
 SHOWN = (
     "val/loss",

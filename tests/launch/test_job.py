@@ -16,7 +16,8 @@ from disttrain.config.frozen import freeze
 from disttrain.launch import job as jobs
 from disttrain.launch.describe import describe
 from disttrain.launch.job import Job, run
-from disttrain.record import RunFolder, new_folder
+from disttrain.places import new_folder
+from disttrain.record import RunFolder
 from tests.launch.program import config_of
 
 ENTRIES = "tests.launch.entries"
