@@ -222,10 +222,7 @@ def ready(config: Config, environment: Environment, cwd: str, request: Request |
     here = int(config.launch.world_size) if environment.is_alone else environment.local_world_size
     threads = threads_per_rank(config.launch.threads, here, config.launch.env)
     config.launch = replace(config.launch, threads=threads, nodes=environment.check_nodes(config.launch.nodes))
-    if earlier is not None:
-        config.resume = named_in(str(config.resume), earlier.run)
-    elif config.resume == "auto":
-        config.resume = None
+    config.resume = named_in(config.resume, None if earlier is None else earlier.run)
     if trains:
         from disttrain.plan.before import foresee
 

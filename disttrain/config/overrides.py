@@ -141,8 +141,10 @@ def find_run(resume: str, outputs: Path, run_name: str | None) -> Path | None:
     raise _no_run(CheckpointError, found, folder, outputs)
 
 
-def named_in(resume: str, run: Path) -> str:
-    """What of `run` a `resume=` that was found there means: a checkpoint of it, or the run itself."""
+def named_in(resume: str | None, run: Path | None) -> str | None:
+    """What a `resume=` means that was found in `run`: a checkpoint of it, or the run itself. Where 'auto' found none, nothing."""
+    if run is None or resume is None:
+        return None if resume == "auto" else resume
     named = _checkpoint(resume) if resume != "auto" else None
     return str(run if named is None else named)
 
