@@ -18,7 +18,7 @@ from torch import nn
 from disttrain.checkpoint.files import step_of, supersede
 from disttrain.checkpoint.load import latest_good
 from disttrain.config.callbacks import waiting_for_evaluations
-from disttrain.config.components import signature_of
+from disttrain.config.components import IN_ITS_FOLDER, signature_of
 from disttrain.config.fit import check_data, takes_batch
 from disttrain.config.schema import Config
 from disttrain.data import adapt
@@ -54,8 +54,7 @@ def class_of(component: Mapping[str, Any]) -> Any:
     except (ImportError, AttributeError) as error:
         if module.startswith("disttrain."):
             raise  # a fault of ours
-        remedy = "run this in the folder that holds its module, or with PYTHONPATH=<that folder>"
-        raise ConfigError(f"the config names {component['_target_']}, which can't be imported: {error}", remedy) from error
+        raise ConfigError(f"the config names {component['_target_']}, which can't be imported: {error}", IN_ITS_FOLDER) from error
 
 
 def instantiate(component: Mapping[str, Any], **given: Any) -> Any:

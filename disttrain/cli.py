@@ -19,6 +19,7 @@ from disttrain.config.typed import nearest
 from disttrain.errors import ConfigError, UserError
 from disttrain.launch.outcome import INTERRUPTED, USER_ERROR, WorldError
 from disttrain.launch.signals import StopAsked, stop_raises
+from disttrain.places import current_folder
 from disttrain.reading.verb import main as read_run
 from disttrain.reading.verb import names_folder
 from disttrain.secrecy import not_for_all_to_write
@@ -60,11 +61,12 @@ class Result:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and raises nothing that a user can cause."""
-    if argv is None:
-        argv = sys.argv[1:]
-        if "" not in sys.path and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # an installed script looks beside itself only; own classes lie here
     try:
+        here = current_folder()
+        if argv is None:
+            argv = sys.argv[1:]
+            if not {"", here} & set(sys.path):
+                sys.path.insert(0, here)  # an installed script looks beside itself only; own classes lie here
         with not_for_all_to_write():
             return _main(list(argv))
     except UserError as error:
@@ -151,8 +153,7 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     first = words[0] if words else ""
     if not first or first.startswith(("-", "~", "+")) or "=" in first:
         return "train", list(words)
-    verbs = (*COMPOSING, *READING, REPORT)
-    if first not in verbs:
+    if first not in (verbs := (*COMPOSING, *READING, REPORT)):
         near = nearest(first, verbs)
         raise ConfigError(f"there is no verb '{first}'; the verbs are {', '.join(verbs)}", f"python -m disttrain {near or '--help'}")
     return first, list(words[1:])

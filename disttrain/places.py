@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import cast
 
-from disttrain.errors import MissingExtraError
+from disttrain.errors import ConfigError, MissingExtraError
 
 _ID_LETTERS = string.ascii_lowercase + string.digits
 
@@ -21,6 +21,14 @@ _ID_LETTERS = string.ascii_lowercase + string.digits
 def is_remote(path: Path | str) -> bool:
     """Whether this names a place in an object store."""
     return "://" in str(path)
+
+
+def current_folder() -> str:
+    """Where the command was typed. ConfigError if it has been deleted since one went there."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the current folder does not exist any more", "cd <a folder that does>") from error
 
 
 def shown(folder: Path) -> str:

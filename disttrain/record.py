@@ -51,14 +51,13 @@ class RunFolder:
 
     @classmethod
     def make(cls, outputs: Path | str, job: Path | None = None) -> RunFolder:
-        """A new folder under `outputs`, or at `job`, which may be there but empty. Raises LaunchError if something is in it."""
+        """A new folder under `outputs`, or at `job`, which may be there and hold logs. LaunchError if something else is in it."""
         if job is None:
             return cls(new_folder(Path(outputs)))
         job.mkdir(parents=True, exist_ok=True)
-        if any(job.iterdir()):
-            raise LaunchError(
-                f"{job} can't be the run folder: something is in it", f"resume={job} to go on in it, or another hydra.run.dir"
-            )
+        if any(entry.suffix != ".log" for entry in job.iterdir()):  # Hydra's own log begins before the run does
+            go_on = f"resume={job} to go on in it, or " if (job / "overrides.yaml").is_file() else ""
+            raise LaunchError(f"{job} can't be the run folder: something is in it", f"{go_on}another hydra.run.dir")
         return cls(job)
 
     # --- where things lie -------------------------------------------------------------------------------------

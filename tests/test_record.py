@@ -42,6 +42,15 @@ def test_a_sweeps_job_lies_where_the_sweep_says_and_is_made_once(tmp_path: Path)
         RunFolder.make(tmp_path, sweep / "3")
 
 
+def test_a_log_that_began_before_the_run_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "disttrain.log").touch()
+    assert RunFolder.make(tmp_path, tmp_path).path == tmp_path
+    (tmp_path / "notes").touch()
+    with pytest.raises(LaunchError) as caught:
+        RunFolder.make(tmp_path, tmp_path)
+    assert caught.value.remedy == "another hydra.run.dir", "what is no run can't be resumed"
+
+
 def test_files_get_the_users_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

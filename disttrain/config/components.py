@@ -136,6 +136,10 @@ def signature_of(target: str, place: str) -> Signature:
     return _inspect(find(target, place))
 
 
+IN_ITS_FOLDER = "run this in the folder that holds its module, or with PYTHONPATH=<that folder>"
+"""What mends a class of a run's that can't be imported: the run was started elsewhere."""
+
+
 def find(target: str, place: str) -> Callable[..., Any]:
     """Import a user's own class. What the standard library offers is no component."""
     module, _, name = target.rpartition(".")

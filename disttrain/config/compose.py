@@ -191,7 +191,8 @@ def settle(composed: DictConfig) -> Config:
 
 def _resolved(composed: DictConfig) -> dict[str, Any]:
     raw: Any = OmegaConf.to_container(OmegaConf.masked_copy(composed, ["model", "dataset"]), resolve=False)
-    check_pair(raw.get("model") or {}, raw.get("dataset") or {})  # or an interpolation between the two would fail first
+    pair = [typed.check(raw.get(name) or {}, dict[str, Any], name) for name in ("model", "dataset")]
+    check_pair(*pair)  # or an interpolation between the two would fail first
     values: dict[str, Any] = {}
     try:
         for key in composed:
@@ -238,6 +239,9 @@ def compose(app: Hydra, request: Request) -> tuple[DictConfig, Config]:
 
 def enter(composed: DictConfig, *folder_keys: str) -> Config:
     """Make `${hydra:...}` of a composed config work and settle what is not Hydra's. Output goes to the folders of these keys, joined."""
+    if (beside := composed.hydra.output_subdir) is not None:
+        found = f"hydra.output_subdir={beside}: a run folder holds config.yaml and overrides.yaml itself, without secrets"
+        raise ConfigError(found, "hydra.output_subdir=null")
     HydraConfig.instance().set_config(composed)
     try:
         folder = os.path.join(*(str(OmegaConf.select(composed, key)) for key in folder_keys))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from disttrain.config.components import TORCH_OPTIMIZERS, find, is_class_of_ours
+from disttrain.config.components import IN_ITS_FOLDER, TORCH_OPTIMIZERS, find, is_class_of_ours
 from disttrain.config.overrides import key_of
 from disttrain.errors import CheckpointError, ConfigError
 from disttrain.secrecy import REDACTED
@@ -88,7 +88,7 @@ def check_stored(values: Mapping[str, Any], typed_now: Sequence[str], run: Path)
 
 
 def _reason(place: str, target: str, run: Path) -> str | None:
-    """Why `target` is refused at `place`; None if it is not."""
+    """Why `target` is refused at `place`; None if it is not. CheckpointError if its module is not there."""
     group = place.partition(".")[0]
     if place == "hydra" or group == "hydra":
         return None if target.startswith(HYDRAS_OWN) else "which is no part of Hydra"
@@ -105,6 +105,9 @@ def _reason(place: str, target: str, run: Path) -> str | None:
     try:
         found = find(target, place)
     except ConfigError as error:
+        if isinstance(error.__cause__, ImportError):
+            gone = f"the stored run asks for {place}._target_={target}, which can't be imported: {error.__cause__}"
+            raise CheckpointError(gone, IN_ITS_FOLDER) from error
         return f"which cannot be used: {error.message}"
     expected = EXPECTED.get(place) or EXPECTED.get(group if _is_direct(place) else "") or sum(EXPECTED.values(), ())
     if inspect.isclass(found) and any(_fits(found, base) for base in expected):

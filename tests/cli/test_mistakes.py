@@ -41,6 +41,8 @@ MISTAKES = {
     "one of the choices unknown": ["callbacks=[default,emma]"],
     "group chosen by a force": ["++model=tiny_gpt"],
     "broken file": ["-cd", "{broken}", "model=broken"],
+    "file that holds a list": ["-cd", "{broken}", "model=listed"],
+    "folder beside the record": ["hydra.output_subdir=.hydra"],
     "package of no group": ["foo@bar=1"],
     "unknown key of hydra": ["hydra.foo=1"],
     "unknown launcher": ["hydra/launcher=slurmm"],
@@ -112,6 +114,8 @@ NAMES_THE_MISTAKE = {
     "weights from nowhere": "no/such/run is no folder",
     "run folder that can't be made": "try: paths.outputs=",
     "optimizer of whole matrices on cut ones": "torch.optim.Muon orthogonalises whole matrices",
+    "file that holds a list": "model=['a', 'b'] is not allowed: it takes a mapping",
+    "folder beside the record": "try: hydra.output_subdir=null",
     "unknown verb": "try: python -m disttrain train",
     "tp does not divide the heads": "model.num_kv_heads=4",
 }
@@ -135,6 +139,7 @@ def test_a_mistake_is_one_message(kind: str, nothing_starts: list[object], capsy
     start = time.process_time()
     broken = tmp_path.parent / "broken"
     (broken / "model").mkdir(parents=True, exist_ok=True)
+    (broken / "model" / "listed.yaml").write_text("- a\n- b\n", encoding="utf-8")
     (broken / "model" / "broken.yaml").write_text("a: [1\nb: 2\n", encoding="utf-8")
     words = [word.format(broken=broken) if "{broken}" in word else word for word in MISTAKES[kind]]
     assert main(words) == 2
@@ -147,6 +152,15 @@ def test_a_mistake_is_one_message(kind: str, nothing_starts: list[object], capsy
     assert NAMES_THE_MISTAKE.get(kind, "") in err
     assert nothing_starts == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_current_folder_that_is_gone_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["seed=1"]) == 2
+    assert "the current folder does not exist any more" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
 
 
 SWEPT = {

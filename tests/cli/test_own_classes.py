@@ -95,7 +95,7 @@ def test_a_run_whose_class_is_not_here_is_not_read(mine: str, elsewhere: Path, c
     (elsewhere / f"{mine}.py").unlink()
     sys.modules.pop(mine)
     capfd.readouterr()
-    assert f"{mine}.Small can't be imported" in refused(capfd, "evaluate", run)
+    assert f"{mine}.Small, which can't be imported" in refused(capfd, "evaluate", run)
 
 
 def test_what_is_read_is_checked_and_a_sample_wants_some_learning(capfd: pytest.CaptureFixture[str]) -> None:
