@@ -28,7 +28,7 @@ class Breakdown(StepPolicy):
     """Times `steps` steps, the first one after `start` others. It steers nothing: as a policy it is asked between phases."""
 
     def __init__(self, start: int = 10, steps: int = 10) -> None:
-        """`start`: steps taken before the window in this start of the run."""
+        """`start`: steps taken before the window in this start of the run, fewer, but the first one, where it ends before."""
         check_limits("breakdown", {"start": start, "steps": steps})
         self.start, self.steps = start, steps
         self.found: dict[str, Any] | None = None
@@ -39,7 +39,8 @@ class Breakdown(StepPolicy):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Count from where this start of the run begins."""
-        self._first = trainer.progress.step + self.start
+        left = trainer.num_steps - trainer.progress.step
+        self._first = trainer.progress.step + max(min(1, left - 1), min(self.start, left - self.steps))
 
     def on_train_step_start(self, trainer: Trainer) -> None:
         """Open, go on to the next step, or close."""

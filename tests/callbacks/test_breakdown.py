@@ -55,3 +55,13 @@ def test_evaluations_and_saves_are_of_no_step(tmp_path: Path) -> None:
         assert not [name for name in own if name.endswith("/aside")]
         assert "exposed/world/finish" in own
         assert "exposed/world/between" not in own  # an evaluation's sums
+
+
+@pytest.mark.parametrize(("num_steps", "first", "steps"), [(1, 1, 1), (4, 2, 3), (7, 3, 5), (9, 4, 5)])
+def test_a_run_too_short_for_the_window_has_it_earlier(tmp_path: Path, num_steps: int, first: int, steps: int) -> None:
+    """Three steps, then five, where the run has as many; the first step of all is left out where there is another."""
+    breakdown = {"_target_": "disttrain.callbacks.breakdown.Breakdown", "start": 3, "steps": 5}
+    config = tiny.config(callbacks={"breakdown": breakdown}, steps=num_steps)
+    run_world(lambda place: build.build_trainer(config, RunFolder(tmp_path), place).fit() and None, 1)
+    found = json.loads((tmp_path / "breakdown.json").read_text())
+    assert (found["first_step"], found["steps"]) == (first, steps)
