@@ -11,9 +11,9 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
-from disttrain.config import schedules, world
+from disttrain.config import schedules, typed, world
 from disttrain.config.callbacks import check_callbacks, key_of
-from disttrain.config.components import CHOICES_FOR, GIVES, TAKES, needs_whole
+from disttrain.config.components import CHOICES_FOR, GIVES, TAKES, WITHOUT_BLOCKS, needs_whole
 from disttrain.config.deepspeed import check_deepspeed
 from disttrain.config.local_sgd import check_local_sgd
 from disttrain.config.schema import Config
@@ -61,6 +61,7 @@ def check(config: Config, launched: int | None = None) -> Config:
     world.check_tensor(config)
     world.check_experts(config)
     check_optimizer(config)
+    check_blocks(config)
     check_memory(config)
     check_sequence(config)
     check_batch(config)
@@ -137,6 +138,18 @@ def check_optimizer(config: Config) -> None:
     if cutting and not target.startswith("disttrain.") and (why := needs_whole([target.rpartition(".")[2]])):
         found = f"{target} {why}, and strategy.{cutting[0]}={getattr(knobs, cutting[0])} cuts matrices over ranks"
         raise ConfigError(found, "optimizer=muon or adamw, or strategy=ddp")
+
+
+def check_blocks(config: Config) -> None:
+    """What works on a model's repeated blocks finds some; a user's own model is asked when it is made."""
+    if config.model.get("_target_") not in WITHOUT_BLOCKS:
+        return
+    for name, usual in (("recompute", "none"), ("offload_activations", False), ("compile", False)):
+        if (value := getattr(config.strategy, name)) != usual:
+            found = f"strategy.{name}={typed.show(value)} works on blocks that repeat, and {config.model['_target_']} has none"
+            raise ConfigError(found, f"strategy.{name}={typed.show(usual)}")
+    if config.optimizer.get("_target_") == "disttrain.parallel.muon.Muon":
+        raise ConfigError(f"Muon is for matrices of blocks that repeat, and {config.model['_target_']} has none", "optimizer=adamw")
 
 
 def check_memory(config: Config) -> None:

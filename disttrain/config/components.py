@@ -58,6 +58,9 @@ GIVES: Mapping[str, str] = {
 }
 """What a shipped model takes and a shipped dataset gives; a user's own are not asked."""
 
+WITHOUT_BLOCKS = frozenset({"disttrain.models.cnn.SimpleCNN", "disttrain.models.resnet.ResNet18"})
+"""Shipped models in which no block repeats."""
+
 CHOICES_FOR = {"tokens": "python_stdlib", "images": "digits", "vectors": "synthetic"}
 _NAMES = {"Any": Any, "Literal": Literal, "Optional": Optional, "Union": Union, "Path": Path, "Sequence": Sequence, "Mapping": Mapping}
 _NAMES |= {kind.__name__: kind for kind in (int, float, bool, str, list, dict, tuple)}

@@ -28,14 +28,15 @@ def change_blocks(model: nn.Module, options: Options, streams: Streams) -> None:
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The model's repeated blocks that this rank holds, by name; ConfigError for a model that names none."""
     parts = getattr(model, "parts", None)
-    if parts is None:
+    names = () if parts is None else parts().repeated
+    if not names:
+        why = "does not say which its blocks are (parts())" if parts is None else "has no blocks that repeat (parts().repeated)"
         raise ConfigError(
-            f"{class_name(model)} does not say which its blocks are (parts()), and strategy.recompute, offload_activations and compile "
-            "and optimizer=muon work on blocks",
+            f"{class_name(model)} {why}, and strategy.recompute, offload_activations and compile and optimizer=muon work on blocks",
             "strategy.recompute=none strategy.offload_activations=false strategy.compile=false optimizer=adamw",
         )
     held = {name: module for name, module in model.named_modules() if not isinstance(module, Absent)}
-    return {name: held[name] for name in parts().repeated if name in held}
+    return {name: held[name] for name in names if name in held}
 
 
 def class_name(model: nn.Module) -> str:

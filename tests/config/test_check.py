@@ -208,3 +208,11 @@ def test_what_goes_by_evaluations_needs_some_on_the_way(checked: Make) -> None:
         assert caught.value.remedy == "train.eval_every=25"
     mine = ("callbacks=[default,early_stopping,custom]", "callbacks.custom._target_=tests.train.runs.Notes")
     checked(*mine, "train.eval_every=null")
+
+
+def test_what_works_on_blocks_needs_some(checked: Make) -> None:
+    images = ("model=simple_cnn", "dataset=digits")
+    for word in ("strategy.compile=true", "strategy.recompute=full", "strategy.offload_activations=true", "optimizer=muon"):
+        with pytest.raises(ConfigError, match=r"blocks that repeat, and disttrain.models.cnn.SimpleCNN has none") as caught:
+            checked(*images, word)
+        checked(*images, word, caught.value.remedy)

@@ -57,6 +57,11 @@ def test_kinds_are_as_the_datasets_state_them() -> None:
     assert {target: locate(target).kind for target in components.GIVES} == dict(components.GIVES)
 
 
+@pytest.mark.parametrize("target", sorted(components.WITHOUT_BLOCKS))
+def test_models_without_blocks_name_none(target: str) -> None:
+    assert locate(target)().parts().repeated == ()
+
+
 @pytest.mark.parametrize("target", ["os.system", "subprocess.Popen", "builtins.eval"])
 def test_what_python_itself_offers_is_no_component(settled: Make, target: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(target)):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from disttrain.errors import ConfigError
 from disttrain.launch.place import Place, alone
+from disttrain.models.cnn import SimpleCNN
 from disttrain.models.transformer import Block, BlockShape
 from disttrain.parallel.blocks import blocks_of
 from disttrain.parallel.random import Streams
@@ -132,6 +133,8 @@ def test_offload_keeps_parameters_and_moves_the_rest() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not say which its blocks are"):
         blocks_of(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="SimpleCNN has no blocks that repeat"):
+        blocks_of(SimpleCNN())
 
 
 def test_names_stay_plain_when_compiled() -> None:
