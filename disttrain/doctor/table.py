@@ -57,9 +57,8 @@ def parts(whole: Budget, plan: Plan | None, found: str = "measured") -> list[str
             rows.append(([words, show_seconds(seconds), f"{whole.share(name):.1%}", *told], whole.share(name)))
     told = [show_seconds(plan.seconds.step)] if beside and plan is not None and plan.seconds is not None else []
     whole_row = ["a step", show_seconds(whole.step), "", *told]
-    lines = columns([*(row for row, _ in rows), whole_row], ("", found, "share", *(["planned"] if beside else [])))
-    bars = ["#" * round(WIDE * share) for _, share in rows]
-    return [*lines[:2], *(f"{line}  {bar}".rstrip() for line, bar in zip(lines[2:-1], bars, strict=True)), lines[-1]]
+    head = ("", found, "share", *(["planned"] if beside else []))
+    return columns([*(row for row, _ in rows), whole_row], head, [WIDE * share for _, share in rows])
 
 
 def talk(found: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from disttrain.plan import pipeline
 from disttrain.plan.case import SPLIT_BACKWARD, Case, Layout
 from disttrain.plan.planned import Plan
 from disttrain.plan.schedule import BACKWARD, FORWARD, Clock
+from disttrain.plan.table import columns, facts
 
 ROWS = 16
 """Ranks that are listed one by one."""
@@ -38,7 +39,7 @@ def mesh(case: Case, per_node: int) -> list[str]:
         "pp": "layers",
     }
     rows += [(name, str(getattr(layout, name)), what) for name, what in told.items() if getattr(layout, name) > 1]
-    lines = [] if len(rows) == 1 else [f"{name:<14}{size:>5}  {what}" for name, size, what in rows]
+    lines = [] if len(rows) == 1 else facts([(f"{name:<14}{size:>5}", what) for name, size, what in rows])
     lines += ["", *_ranks(case, per_node)] if lines else _ranks(case, per_node)
     return lines
 
@@ -48,11 +49,9 @@ def _ranks(case: Case, per_node: int) -> list[str]:
     shown = list(range(world)) if world <= ROWS else [*range(ROWS // 2), *range(world - ROWS // 2, world)]
     head = ("rank", "node", "layers", "heads", "vocabulary", "tokens", "samples of a step")
     rows = [_holds(case, rank, per_node) for rank in shown]
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = ["  ".join(cell.rjust(wide) for cell, wide in zip(row, widths, strict=True)) for row in (head, *rows)]
     if world > ROWS:
-        lines.insert(1 + ROWS // 2, f"{'...':>{widths[0]}}")
-    return lines
+        rows.insert(ROWS // 2, ("...", *("" for _ in head[1:])))
+    return columns(rows, head)
 
 
 def _holds(case: Case, rank: int, per_node: int) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Sequence
+from itertools import accumulate, chain, repeat
 
 from disttrain.plan.case import Case
 from disttrain.plan.closed import CONTEXT_HIDDEN, OPERANDS, STEP_OVERHEAD
@@ -16,6 +17,10 @@ from disttrain.plan.search import Found, Search
 from disttrain.plan.walls import budget, show_bytes, show_count, show_days
 
 WIDTH = 100
+NARROWEST = 20
+"""Columns that a table's first one is wrapped to at least."""
+BAR = 40
+"""Letters of a bar for the whole."""
 ACCURACY = "on published runs 6% (median) and 11% (mean) of a step's time, 1.3% of memory; worse over many nodes of slow networks"
 
 KORTHIKANTI = "as Korthikanti et al. 2022 count them (arXiv:2205.05198)"
@@ -40,16 +45,28 @@ def width() -> int:
     return max(60, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 
-def columns(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> list[str]:
-    """Rows in columns: the first to the left, the others to the right."""
+def columns(rows: Sequence[Sequence[str]], head: Sequence[str] = (), bars: Sequence[float] = ()) -> list[str]:
+    """Rows in columns: the first to the left, the others to the right; behind them bars, of so many letters where there is room.
+
+    Where they are too wide, the first is wrapped; columns that leave it no room stand under a head of their own below.
+    """
     whole = [list(head), *map(list, rows)] if head else [list(row) for row in rows]
     widths = [max(len(row[i]) for row in whole) for i in range(len(whole[0]))]
-    lines = [
-        "  ".join(cell.ljust(wide) if not i else cell.rjust(wide) for i, (cell, wide) in enumerate(zip(row, widths, strict=True)))
-        for row in whole
-    ]
-    if head:
-        lines.insert(1, "  ".join("-" * wide for wide in widths))
+    room = width() - min(widths[0], NARROWEST)
+    fit = max(1, sum(taken <= room for taken in accumulate(wide + 2 for wide in widths[1:])))
+    if head and fit < len(widths) - 1:
+        left, right = [row[: fit + 1] for row in whole], [[row[0], *row[fit + 1 :]] for row in whole]
+        return [*columns(left[1:], left[0], bars), "", *columns(right[1:], right[0])]
+    others = sum(wide + 2 for wide in widths[1:])
+    widths[0] = min(widths[0], max(1, width() - others))
+    shrunk = min(1.0, max(0, width() - widths[0] - others - 2) / max([1.0, *bars]))
+    lines = []
+    for row, letters in zip(whole, chain([0.0] if head else [], bars, repeat(0.0)), strict=False):
+        first, *more = textwrap.wrap(row[0], widths[0], subsequent_indent="    ") or [""]
+        cells = [first.ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]), "#" * round(shrunk * letters)]
+        lines += ["  ".join(cells), *more]
+        if row is whole[0] and head:
+            lines.append("  ".join("-" * wide for wide in widths))
     return [line.rstrip() for line in lines]
 
 
@@ -138,11 +155,9 @@ def time_table(plan: Plan) -> list[str]:
     rows = [("matrix products", own.products), ("attention", own.attention), ("through memory", own.memory), ("recomputed", own.recompute)]
     rows += [(f"waits for {axis}", time) for axis, time in sorted(own.exposed.items())]
     rows += [("pipeline bubble", own.bubble), ("optimizer", own.optimizer), ("overhead", own.overhead)]
-    shown = [
-        (name, show_seconds(time), f"{100 * time / own.step:.1f}%", "#" * round(40 * time / own.step)) for name, time in rows if time > 0
-    ]
-    lines = columns([row[:3] for row in shown], ("", "time", "share"))
-    return [*lines[:2], *(f"{line}  {row[3]}".rstrip() for line, row in zip(lines[2:], shown, strict=True))]
+    shown = [(name, time) for name, time in rows if time > 0]
+    told = [(name, show_seconds(time), f"{100 * time / own.step:.1f}%") for name, time in shown]
+    return columns(told, ("", "time", "share"), [BAR * time / own.step for _, time in shown])
 
 
 def memory_table(plan: Plan) -> list[str]:

@@ -20,6 +20,7 @@ from disttrain.config.schema import Config, HardwareConfig
 from disttrain.plan.devices import preset_of, resolve
 from disttrain.plan.settle import GPT as TARGET
 from disttrain.plan.settle import settle, shape_of
+from disttrain.plan.table import columns
 from tests.quality.source import ROOT
 
 MODELS = sorted(file.stem for file in (ROOT / "conf/model").glob("*.yaml") if TARGET in file.read_text())
@@ -47,11 +48,12 @@ def test_the_shape_has_the_parameters_of_the_model_it_speaks_of(name: str) -> No
     assert shape_of(model).parameters == pytest.approx(sum(parameter.numel() for parameter in built.parameters()), rel=1e-12)
 
 
-def test_a_page_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+@pytest.mark.parametrize("wide", [60, 80, 100])
+def test_a_page_fits_a_terminal(wide: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(wide))
     assert cli.main(["plan", *LARGE, "strategy.tp=8", "strategy.pp=4", "callbacks.grad_accumulation.micro_batch_size=1"]) == 0
     page = capsys.readouterr().out
-    assert max(map(len, page.splitlines())) <= 100
+    assert max(map(len, page.splitlines())) <= wide
     for heading in ("Time of a step", "Memory of the fullest rank", "Sent by a rank", "Walls", "Who holds what", "One step", "Assumed"):
         assert heading in page
     assert "experiments/planner/page.md" in page
@@ -113,6 +115,19 @@ def test_the_search_ranks_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_of_unknown_shape_is_told_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "model=simple_cnn", "dataset=digits"]) == 2
     assert "model.parameters=1e9" in capsys.readouterr().err
+
+
+def test_a_table_is_as_wide_as_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    rows = [("a name of so many words that there is no room for it", *["123456789"] * 3), ("short", *["1"] * 3)]
+    lines = columns(rows, ("what", "first", "second", "third"), [40, 10])
+    assert max(map(len, lines)) <= 60
+    assert lines[2].split() == ["a", "name", "of", "so", "many", "words", *["123456789"] * 3]
+    assert lines[3].startswith("    that there is")
+    assert lines[-1] == "short" + 22 * " " + 2 * (10 * " " + "1") + 10 * " " + "1"
+    beneath = columns([("a", *[9 * "x"] * 7)], ("what", *"1234567"))
+    assert max(map(len, beneath)) <= 60
+    assert [line.split()[0] for line in beneath if line] == ["what", "-" * 4, "a"] * 2
 
 
 def test_hardware_by_the_drivers_name() -> None:
