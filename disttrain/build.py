@@ -22,7 +22,7 @@ from disttrain.config.components import IN_ITS_FOLDER, signature_of
 from disttrain.config.fit import check_data, takes_batch
 from disttrain.config.schema import Config
 from disttrain.data import adapt
-from disttrain.data.module import DataModule
+from disttrain.data.module import OTHER_FOLDER, DataModule
 from disttrain.errors import CheckpointError, ConfigError, DataError, same_at_every_start
 from disttrain.launch.place import Place
 from disttrain.parallel.collectives import gather_json
@@ -85,7 +85,7 @@ def prepare(config: Config) -> None:
     try:
         module.prepare()
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        raise DataError(f"prepared data can't be kept there: {error}", "paths.data=<a folder that you may write to>") from error
+        raise DataError(f"prepared data can't be kept there: {error}", OTHER_FOLDER) from error
     check_data(config, module, class_of(config.model))
     fits = partial(takes_batch, config)
     order = training_order(adapt.numbered(module.train()), config.train.global_batch_size, config.seed, module.shuffle, fits)

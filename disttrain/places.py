@@ -37,10 +37,18 @@ def shown(folder: Path) -> str:
     return os.path.abspath(folder) if below.startswith(".") else below
 
 
+def expanded(path: str | Path, remedy: str = "the whole path, without ~") -> Path:
+    """`path` with its ~ as a folder. ConfigError where nobody says which: no HOME, and a user of whom the system knows nothing."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path} names a home folder, and this user has none (HOME is not set)", remedy) from error
+
+
 def place_of(text: str | Path) -> Path:
     """The place that `text` names. MissingExtraError without the packages for a remote one."""
     if not is_remote(text):
-        return Path(text).expanduser()
+        return expanded(text)
     try:
         from upath import UPath
     except ImportError as error:

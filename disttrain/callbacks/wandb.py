@@ -239,7 +239,7 @@ def logged_in() -> bool:
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     given = os.environ.get("NETRC")
-    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    for path in [given] if given else [os.path.expanduser("~/.netrc"), os.path.expanduser("~/_netrc")]:
         try:
             entry = netrc.netrc(path).authenticators(host)
         except (OSError, netrc.NetrcParseError):

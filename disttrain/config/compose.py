@@ -41,6 +41,7 @@ from disttrain.config.schema import Config
 from disttrain.config.sweeper import Job, JobSweeper, jobs_of
 from disttrain.config.trust import check_stored
 from disttrain.errors import ConfigError, UserError
+from disttrain.places import expanded
 
 COMPONENTS = ("model", "dataset", "optimizer", "scheduler")
 KEYED = ("callbacks", "metrics")
@@ -255,7 +256,7 @@ def enter(composed: DictConfig, *folder_keys: str) -> Config:
 def run_one(app: Hydra, request: Request, composed: DictConfig, task: Callable[[DictConfig], Any], folder: Path | None = None) -> Any:
     """Run `task` as Hydra runs a job: output folder (`folder` if given), environment, callbacks, working folder."""
     with read_write(composed.hydra):
-        composed.hydra.run.dir = str(folder or Path(str(composed.hydra.run.dir)).expanduser())
+        composed.hydra.run.dir = str(folder or expanded(str(composed.hydra.run.dir)))
         composed.hydra.mode = RunMode.RUN
     callbacks = Callbacks(composed)
     callbacks.on_run_start(config=composed, config_name=request.config_name)

@@ -16,6 +16,7 @@ from typing import Any
 from disttrain.config.components import needs_whole
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.errors import ConfigError, MissingExtraError
+from disttrain.places import expanded
 
 Said = Mapping[str, Any]
 
@@ -171,7 +172,7 @@ def read(given: Said | str) -> tuple[dict[str, Any], str]:
     if not isinstance(given, str):
         return dict(given), "strategy.deepspeed"
     try:
-        found = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
+        found = json.loads(expanded(given).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"strategy.deepspeed={given} can't be read: {error.strerror or error}", "strategy.deepspeed=<DeepSpeed's JSON file>"

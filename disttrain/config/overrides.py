@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain.errors import CheckpointError, ConfigError, UserError
-from disttrain.places import is_remote, shown
+from disttrain.places import expanded, is_remote, shown
 from disttrain.texts import read_yaml
 
 _KEY = re.compile(r"^(?P<mark>~|\+{0,2})(?P<key>[^=]*)")
@@ -121,7 +121,7 @@ def find_run(resume: str, outputs: Path, run_name: str | None) -> Path | None:
         return next((run.absolute() for _, run in saved if _name_of(run) == run_name), None)
     if is_remote(resume):
         raise ConfigError(f"resume={resume} is a place in a store; the run goes on in its folder", "resume=<run folder>")
-    folder = Path(resume).expanduser().absolute()
+    folder = expanded(resume).absolute()
     if not folder.exists():
         raise _no_run(ConfigError, f"resume={resume}: there is no such folder", outputs)
     if _is_run(folder):
@@ -178,7 +178,7 @@ def find_weights(init_from: str) -> None:
     """ConfigError unless there is a checkpoint where `init_from` says, by its looks."""
     if is_remote(init_from):
         return
-    folder = Path(init_from).expanduser()
+    folder = expanded(init_from)
     is_kept_elsewhere = (folder / "checkpoints.url").is_file()
     if _checkpoint(init_from) is None and not is_kept_elsewhere and not any(folder.glob("checkpoints/step-*")):
         what = "holds no checkpoint" if folder.is_dir() else "is no folder"

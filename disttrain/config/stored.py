@@ -15,7 +15,7 @@ from disttrain.config.paths import PATHS, Before
 from disttrain.config.schema import PathsConfig
 from disttrain.config.trust import check_words, without_secrets
 from disttrain.errors import ConfigError, UserError
-from disttrain.places import is_remote, shown
+from disttrain.places import expanded, is_remote, shown
 from disttrain.record import RunFolder
 
 CHOOSING = (*CHOSEN_WHOLE, "callbacks", "experiment")
@@ -29,11 +29,11 @@ def with_stored(request: Request) -> Request:
         return request
     if request.multirun:
         raise ConfigError("-m with resume= would let several jobs write into one run folder", "leave out -m or resume=")
-    outputs, name = Path(value_of(request.overrides, "paths.outputs") or PathsConfig().outputs).expanduser(), ""
+    outputs, name = expanded(value_of(request.overrides, "paths.outputs") or PathsConfig().outputs), ""
     if wanted == "auto":
         with composer(request) as app:
             _, config = compose(app, replace(request, overrides=merge(request.overrides, ["resume=null"])))
-        outputs, name = Path(config.paths.outputs).expanduser(), config.run_name
+        outputs, name = expanded(config.paths.outputs), config.run_name
     run = find_run(wanted, outputs, name)
     if run is None:
         why = f"no run named '{name}' under {outputs} has a checkpoint"

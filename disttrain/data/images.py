@@ -6,15 +6,15 @@ import socket
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain.data import prepared
-from disttrain.data.module import DEFAULT_FOLDER, DataModule, Kind, Loading
+from disttrain.data.module import DEFAULT_FOLDER, OTHER_FOLDER, DataModule, Kind, Loading
 from disttrain.errors import DataError, MissingExtraError
+from disttrain.places import expanded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ class _ImageSet(DataModule):
     """Pixels a side."""
 
     def __init__(self, data_dir: str, key: str, loading: Loading) -> None:
-        self.folder = Path(data_dir).expanduser()
+        self.folder = expanded(data_dir, OTHER_FOLDER)
         self.key = key
         self.loading = loading
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Kind = Literal["tokens", "images", "vectors"]
 
 DEFAULT_FOLDER = "~/.cache/disttrain"
+OTHER_FOLDER = "paths.data=<a folder that you may write to>"
+"""What mends a folder for data that can't be had."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain.data import prepared
-from disttrain.data.module import DEFAULT_FOLDER, DataModule, Kind, Loading
+from disttrain.data.module import DEFAULT_FOLDER, OTHER_FOLDER, DataModule, Kind, Loading
 from disttrain.errors import DataError
+from disttrain.places import expanded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,7 @@ class TextFiles(DataModule):
         if context < 1:
             raise DataError(f"dataset.context={context} is not positive", "dataset.context=128")
         self.paths = [paths] if isinstance(paths, str) else list(paths)
-        self.folder = Path(data_dir).expanduser()
+        self.folder = expanded(data_dir, OTHER_FOLDER)
         self.context = context
         self.vocabulary = vocabulary
         self.validation_fraction = validation_fraction
@@ -145,7 +146,7 @@ class TextFiles(DataModule):
         """(path below its folder, file), in a fixed order."""
         files: list[tuple[str, Path]] = []
         for given in self.paths:
-            path = Path(given).expanduser()
+            path = expanded(given)
             if path.is_file():
                 files.append((path.name, path))
             elif path.is_dir():

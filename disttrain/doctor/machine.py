@@ -23,6 +23,7 @@ from disttrain.errors import ConfigError
 from disttrain.launch.environment import detect, threads_per_rank
 from disttrain.launch.local import choose_start_method, import_warm
 from disttrain.launch.world import run_world
+from disttrain.places import expanded
 from disttrain.plan.devices import machine_bytes
 from disttrain.plan.network import WIRE_FORMULA
 from disttrain.plan.table import columns, facts, show_seconds, title
@@ -104,7 +105,7 @@ def limits(gpus: int) -> list[dict[str, str]]:
 def disks() -> dict[str, dict[str, Any]]:
     """By path of the config: bytes a second written and read, past the page cache where the system lets us."""
     paths = PathsConfig()
-    return {name: disk(Path(getattr(paths, name)).expanduser()) for name in ("data", "outputs")}
+    return {name: disk(expanded(getattr(paths, name), "HOME=<a folder> python -m disttrain doctor")) for name in ("data", "outputs")}
 
 
 def disk(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from disttrain.config.overrides import runs_in
 from disttrain.errors import ConfigError
+from disttrain.places import expanded
 
 READERS = {
     "generate": "disttrain.reading.generate",
@@ -23,7 +24,7 @@ def names_folder(words: Sequence[str]) -> bool:
 
 def main(verb: str, words: list[str]) -> int:
     """Read the run that the first word names. ConfigError, with the newest run there is, for a folder that there isn't."""
-    folder = Path(words[0]).expanduser() if names_folder(words) else None
+    folder = expanded(words[0]) if names_folder(words) else None
     if folder is None or not folder.is_dir():
         wrong = f"'{verb}' needs the folder of a run" if folder is None else f"there is no folder {folder}"
         newest = next(iter(runs_in(Path("outputs"))), "outputs/<date>/<time>-<id>")

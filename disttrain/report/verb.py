@@ -11,6 +11,7 @@ from pathlib import Path
 from disttrain.config import typed
 from disttrain.config.schema import ReportConfig
 from disttrain.errors import ConfigError
+from disttrain.places import expanded
 from disttrain.report import tables
 from disttrain.report.curves import axes, metrics_of
 from disttrain.report.page import page
@@ -24,7 +25,7 @@ FOLDER = "report"
 
 def main(words: Sequence[str]) -> int:
     """Write the report of the folders among `words`; the others are `report.<key>=<value>`."""
-    folders = [Path(word).expanduser() for word in words if "=" not in word]
+    folders = [expanded(word) for word in words if "=" not in word]
     wanted = _options([word for word in words if "=" in word])
     example = "python -m disttrain report outputs/<date>/<time>-<id>"
     if flags := [word for word in words if word.startswith("-")]:
@@ -40,7 +41,7 @@ def main(words: Sequence[str]) -> int:
 
 def write(runs: Sequence[Run], into: Path, wanted: ReportConfig) -> None:
     """The page, in `into` unless another folder is wanted, with what lies beside it."""
-    into = into if wanted.output is None else Path(wanted.output).expanduser()
+    into = into if wanted.output is None else expanded(wanted.output)
     texts = {"table.csv": tables.final(runs).csv(), "curves.csv": _curves(runs)}
     try:
         into.mkdir(parents=True, exist_ok=True)

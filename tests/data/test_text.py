@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import pwd
 import subprocess
 import sys
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from disttrain.data.dataset import sample_seeds
+from disttrain.data.images import Digits
 from disttrain.data.text import PythonStdlib, TextFiles
-from disttrain.errors import DataError
+from disttrain.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -227,6 +229,18 @@ print(TextFiles.kind, images.Digits.kind, synthetic.Synthetic(kind="images").kin
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["tokens", "images", "images"]
+
+
+def test_a_user_without_a_home_is_told_which_folder_to_name(texts, tmp_path, monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    for kind in (PythonStdlib, Digits):
+        with pytest.raises(ConfigError, match="this user has none") as caught:
+            kind()
+        assert caught.value.remedy.startswith("paths.data=")
+    TextFiles(paths=[str(texts)], data_dir=str(tmp_path), context=16).prepare()
+    with pytest.raises(ConfigError, match="~/corpus names a home folder"):
+        TextFiles(paths=["~/corpus"], data_dir=str(tmp_path)).prepare()
 
 
 def test_unprepared_text_says_so(texts, tmp_path):
