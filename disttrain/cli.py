@@ -19,6 +19,7 @@ from disttrain.config.typed import nearest
 from disttrain.errors import ConfigError, UserError
 from disttrain.launch.outcome import INTERRUPTED, USER_ERROR, WorldError
 from disttrain.launch.signals import StopAsked, stop_raises
+from disttrain.launch.streams import settle_streams
 from disttrain.places import current_folder
 from disttrain.reading.verb import main as read_run
 from disttrain.reading.verb import names_folder
@@ -61,6 +62,8 @@ class Result:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and raises nothing that a user can cause."""
+    if argv is None:
+        settle_streams()
     try:
         here = current_folder()
         if argv is None:
