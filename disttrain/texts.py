@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,9 @@ import yaml
 from disttrain.errors import ConfigError
 
 T = TypeVar("T")
+
+_POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+"""A number to everybody but YAML, which wants 1.0e-1 for 1e-1."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -72,6 +76,8 @@ def read_yaml(path: Path, kind: type[T]) -> T:
 
 def typed_value(text: str) -> Any:
     """What was typed after a key's equals sign: a YAML value, or the text itself where it is none."""
+    if _POWER_OF_TEN.fullmatch(text):
+        return float(text)
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):

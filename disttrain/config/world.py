@@ -24,12 +24,13 @@ def check_launch(config: Config, launched: int | None) -> LaunchConfig:
         raise ConfigError(
             f"launch.nodes={launch.nodes}: from here only this machine's ranks are started", "launch.nodes=1, or torchrun or srun"
         )
-    device = _device(launch)
+    device = device_here(launch)
     size = _world_size(launch, config.strategy, device, launched)
     return replace(launch, world_size=size, device=device, backend=_backend(launch, device, size, launched))
 
 
-def _device(launch: LaunchConfig) -> Device:
+def device_here(launch: LaunchConfig) -> Device:
+    """The device that ranks of this machine compute on; ConfigError for a GPU that isn't there."""
     found = num_gpus()
     if launch.device == "cuda" and not found:
         raise ConfigError("launch.device=cuda, but this machine shows no GPU (CUDA_VISIBLE_DEVICES counts)", "launch.device=cpu")

@@ -11,10 +11,13 @@ from disttrain import build
 from disttrain.checkpoint.load import latest_good
 from disttrain.config import typed
 from disttrain.config.check import check_numbers
+from disttrain.config.devices import num_gpus
 from disttrain.config.frozen import plain
+from disttrain.config.overrides import key_of
 from disttrain.config.paths import anchored
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.trust import check_stored
+from disttrain.config.world import Device, device_here
 from disttrain.errors import CheckpointError, ConfigError
 from disttrain.launch.place import alone
 from disttrain.record import RunFolder
@@ -54,9 +57,17 @@ def open_run(run: Path, words: Sequence[str], section: str) -> tuple[Config, Pat
         if found.folder is None:
             raise CheckpointError(f"{run} holds no good checkpoint", "callbacks=default, whose checkpoint saves at the end")
         checkpoint = found.folder
-    launch = replace(config.launch, world_size=1)
+    launch = replace(config.launch, world_size=1, device=_device(config, any(key_of(word) == "launch.device" for word in words)))
     policies = {key: value for key, value in config.callbacks.items() if key in _NUMERIC}
     return replace(config, strategy=StrategyConfig(name="single"), launch=launch, callbacks=policies), checkpoint
+
+
+def _device(config: Config, is_typed: bool) -> Device:
+    """The run's device, or the CPU where that isn't here; ConfigError for one that was typed now and isn't."""
+    if config.launch.device == "cuda" and not is_typed and not num_gpus():
+        print("the run was trained on a GPU, and this machine shows none: read on the CPU", file=sys.stderr)
+        return "cpu"
+    return device_here(config.launch)
 
 
 def _set(values: dict[str, object], word: str, section: str) -> None:
@@ -64,6 +75,8 @@ def _set(values: dict[str, object], word: str, section: str) -> None:
     key, equals, text = word.partition("=")
     if not equals:
         raise ConfigError(f"'{word}' is not key=value", f"{section}.<key>=<value>")
+    if (readable := word.encode(errors="replace").decode()) != word:
+        raise ConfigError(f"{readable!r} has bytes that are no UTF-8", f"{readable.partition('=')[0]}=<text in UTF-8>")
     *path, last = (key if "." in key or not section else f"{section}.{key}").split(".")
     place: object = values
     for name in path:

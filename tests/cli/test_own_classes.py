@@ -14,7 +14,10 @@ import pytest
 
 import disttrain
 from disttrain.cli import main
+from disttrain.config import world
 from disttrain.errors import ConfigError
+from disttrain.reading import run as reading
+from disttrain.reading.run import open_run
 from disttrain.record import RunFolder
 from disttrain.train import writing
 from tests.cli.words import BARE
@@ -141,6 +144,28 @@ def test_a_text_without_the_prompts_letters_and_a_model_of_more_tokens_end_well(
     assert "prompt=ACGTTGCA" in said
     assert "try: generate.prompt=ACGT" in refused(capfd, "generate", str(newest().path))
     assert main(["generate", str(newest().path), "generate.prompt=ACGT", "length=3"]) == 0
+
+
+def test_a_run_from_a_gpu_is_read_on_a_machine_without(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(reading, "num_gpus", lambda: 0)
+    monkeypatch.setattr(world, "num_gpus", lambda: 0)
+    assert main([*ALONE, "callbacks=[checkpoint]"]) == 0
+    run = newest().path
+    config = (run / "config.yaml").read_text(encoding="utf-8")
+    (run / "config.yaml").write_text(config.replace("device: cpu", "device: cuda"), encoding="utf-8")
+    capfd.readouterr()
+    assert main(["evaluate", str(run)]) == 0
+    assert "this machine shows none: read on the CPU" in capfd.readouterr().err
+    assert "try: launch.device=cpu" in refused(capfd, "evaluate", str(run), "launch.device=cuda")
+
+
+def test_what_is_typed_for_a_run_that_is_read(capfd: pytest.CaptureFixture[str]) -> None:
+    """A number as anybody writes it; bytes that are no text are told as such."""
+    assert main([*ALONE, "callbacks=[checkpoint]"]) == 0
+    run = newest().path
+    assert open_run(run, ["temperature=1e-1"], "generate")[0].generate.temperature == 0.1
+    assert "generate.temperature=[ is not allowed: it takes a number" in refused(capfd, "generate", str(run), "temperature=[")
+    assert "'prompt=?' has bytes that are no UTF-8" in refused(capfd, "generate", str(run), "prompt=\udcff")
 
 
 def test_a_layout_typed_at_resume_replaces_the_stored_one(capfd: pytest.CaptureFixture[str]) -> None:
