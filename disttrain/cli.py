@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain.config.typed import nearest
 from disttrain.errors import ConfigError, UserError
-from disttrain.launch.outcome import INTERRUPTED, USER_ERROR, WorldError
+from disttrain.launch.outcome import INTERRUPTED, UNREAD, USER_ERROR, WorldError
 from disttrain.launch.signals import StopAsked, stop_raises
 from disttrain.launch.streams import settle_streams
 from disttrain.places import current_folder
@@ -43,8 +43,6 @@ ENTRY = "disttrain.build:train"
 SHOWING = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 """Flags that print instead of run: rank 0 does, the others have nothing to do."""
 PREPARE = "disttrain.build:prepare"
-UNREAD = 141
-"""Whoever read what is printed has left, as `| head` does; what a shell makes of SIGPIPE."""
 
 
 @dataclass(frozen=True)

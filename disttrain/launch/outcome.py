@@ -12,6 +12,8 @@ from disttrain.errors import DivergedError, UserError
 
 DONE, FAILED, USER_ERROR, INTERRUPTED, PREEMPTED = 0, 1, 2, 130, 143
 """Exit codes."""
+UNREAD = 141
+"""The one where whoever read what is printed has left, as `| head` does: what a shell makes of SIGPIPE."""
 
 _TIME_OUT = re.compile(r"tim(ed|e)[ -]?out", re.IGNORECASE)
 _CLOSED = re.compile(r"connection (was )?(closed|reset|refused|lost)|broken pipe|socket closed|remote process exited", re.IGNORECASE)
