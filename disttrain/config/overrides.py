@@ -155,7 +155,7 @@ def _is_run(folder: Path) -> bool:
 
 def _checkpoint(place: str) -> Path | None:
     """The checkpoint at `place`, which may be a link to it; None if it is none by its name."""
-    folder = Path(place).expanduser().absolute()
+    folder = expanded(place).absolute()
     return next((one for one in (folder, folder.resolve()) if _STEP.fullmatch(one.name) and one.is_dir()), None)
 
 
