@@ -78,6 +78,8 @@ class WandB(Callback):
         self.log_model, self.all_ranks = log_model, all_ranks
         given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None  # by the agent of a W&B sweep
         self.id = given or secrets.token_hex(4)
+        self._first = 0
+        """Step from which this start of the run goes on."""
         self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | int] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
@@ -85,6 +87,7 @@ class WandB(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Begin to open the run."""
+        self._first = trainer.progress.step
         if trainer.folder is None or self.mode == "disabled" or not (trainer.is_lead or self.all_ranks):
             return
         arguments = self._arguments(trainer, trainer.folder)
@@ -183,6 +186,8 @@ class WandB(Callback):
         noted_at, noted_next = time.monotonic(), last
         while not isinstance(item := self._rows.get(), int):
             step, row = item
+            if step == last == self._first:  # an evaluation that a stop cut off: W&B has the step, and takes it with the next
+                run.log({"step": step, **row}, step=step + 1, commit=False)
             if step <= last:
                 continue
             run.log({"step": step, **row}, step=step, commit=True)

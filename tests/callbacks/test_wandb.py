@@ -106,6 +106,22 @@ def test_a_resume_keeps_the_id_and_starts_at_the_first_step_not_seen(tmp_path):
     assert [row["step"] for row in before.history + after.history] == [1, 20, 40, 60]
 
 
+def test_an_evaluation_that_a_stop_cut_off_is_sent_by_the_run_that_goes_on(tmp_path):
+    folder = run_folder(tmp_path)
+    first = WandB()
+    follow(first, FakeTrainer(folder), [(step, {"train/loss": float(step)}) for step in (1, 20)])
+    again = WandB()
+    again.load_state_dict(first.state_dict())
+    time.sleep(1.1)  # W&B names its folders by the second
+    trainer = FakeTrainer(folder)
+    trainer.progress.step = 20
+    follow(again, trainer, [(20, {"val/loss": 2.5}), (40, {"train/loss": 40.0})])
+    owed, next_row = runs(folder)[1].history
+    assert (owed["step"], owed["val/loss"]) == (20, 2.5)
+    assert next_row["step"] == 40
+    assert "val/loss" not in next_row
+
+
 @pytest.mark.world(1)
 def test_a_rank_that_is_killed_loses_no_step(tmp_path):
     """What W&B had not written when the rank died is sent again by the run that goes on; nothing is left alive."""
