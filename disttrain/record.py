@@ -37,6 +37,12 @@ _POINTER = "checkpoints.url"
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
+def followed_by(values: Mapping[str, float], row: Mapping[str, float]) -> dict[str, float]:
+    """The last value of each metric after a further row: an evaluation takes the place of all that the one before had measured."""
+    stays = values if "val/loss" not in row else {name: value for name, value in values.items() if not name.startswith("val/")}
+    return {**stays, **row}
+
+
 class RunFolder:
     """One run's folder. The parent makes it, ranks open the same path; only one process a file writes."""
 
@@ -224,7 +230,7 @@ class RunFolder:
         """The last value of each metric in metrics.jsonl."""
         values: dict[str, float] = {}
         for row in self._rows():
-            values |= row
+            values = followed_by(values, row)
         return {name: value for name, value in values.items() if name not in ("step", "perf/elapsed_seconds")}
 
     def cut_back(self, step: int) -> bool:

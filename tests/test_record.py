@@ -164,6 +164,16 @@ def test_metrics_are_cut_back_to_a_step_and_go_on(tmp_path: Path) -> None:
     assert folder.read()[-1]["train/loss"] == 9.0
 
 
+def test_an_evaluation_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """What is no longer measured, as by a run that goes on without an average of its weights, is no last value."""
+    folder = RunFolder.make(tmp_path)
+    folder.append({"step": 2, "train/loss": 3.0, "val/loss": 3.1, "val/loss_ema": 3.2})
+    folder.append({"step": 3, "train/loss": 2.0})
+    assert folder.last_values() == {"train/loss": 2.0, "val/loss": 3.1, "val/loss_ema": 3.2}
+    folder.append({"step": 4, "val/loss": 1.9})
+    assert folder.last_values() == {"train/loss": 2.0, "val/loss": 1.9}
+
+
 def test_a_line_cut_off_by_a_crash_is_no_row(tmp_path: Path) -> None:
     folder = RunFolder.make(tmp_path)
     folder.append({"step": 1})

@@ -24,6 +24,7 @@ from disttrain.parallel.mesh import Mesh, found_device, found_mesh
 from disttrain.parallel.options import Options
 from disttrain.parallel.step import Report, Step, Verdict
 from disttrain.parallel.update import LossScale
+from disttrain.record import RunFolder, followed_by
 from disttrain.train.assembly import check, local_part, make_evaluator, make_feed, make_strategy, make_update, run_length, training_order
 from disttrain.train.batch import train_positions
 from disttrain.train.evaluate import unless_stopped
@@ -35,7 +36,6 @@ from disttrain.train.state import roll_back, state_of
 
 if TYPE_CHECKING:
     from disttrain.config.schema import Config
-    from disttrain.record import RunFolder
 
 
 class Trainer:
@@ -246,7 +246,7 @@ class Trainer:
             self.call("on_save_checkpoint", state_of(self))
 
     def _log(self, row: dict[str, float]) -> None:
-        self.metrics |= row
+        self.metrics = followed_by(self.metrics, row)
         if row:
             self.call("on_log", row)
 

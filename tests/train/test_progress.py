@@ -88,6 +88,16 @@ def test_a_metric_that_is_called_as_a_number_of_the_loss_is_refused(monkeypatch:
         trainer.evaluate()
 
 
+def test_an_evaluation_takes_the_place_of_the_one_before() -> None:
+    """A run that goes on without an average of its weights has no value of it at the end."""
+    trainer = small(num_validation=8)
+    trainer.metrics = {"val/loss": 9.0, "val/loss_ema": 9.0, "perf/mfu": 0.5}
+    metrics = trainer.fit().metrics
+    assert metrics["val/loss"] < 9.0
+    assert "val/loss_ema" not in metrics
+    assert metrics["perf/mfu"] == 0.5
+
+
 def test_less_data_than_one_global_batch_is_refused() -> None:
     """M32."""
     with pytest.raises(DataError, match=r"7 samples, fewer than one global batch \(train.global_batch_size=8\)"):
