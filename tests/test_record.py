@@ -171,6 +171,7 @@ def test_an_evaluation_takes_the_place_of_the_one_before(tmp_path: Path) -> None
     folder.append({"step": 3, "train/loss": 2.0})
     assert folder.last_values() == {"train/loss": 2.0, "val/loss": 3.1, "val/loss_ema": 3.2}
     folder.append({"step": 4, "val/loss": 1.9})
+    folder.close()
     assert folder.last_values() == {"train/loss": 2.0, "val/loss": 1.9}
 
 

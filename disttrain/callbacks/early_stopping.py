@@ -29,6 +29,7 @@ class EarlyStopping(Callback):
         self.min_delta = min_delta
         self.best = math.inf * self.monitored.sign
         self.waited = 0
+        self._has_asked = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """ConfigError where there will be nothing to go by."""
@@ -41,7 +42,8 @@ class EarlyStopping(Callback):
             self.best, self.waited = value, 0
             return
         self.waited += 1
-        if self.waited >= self.patience:
+        if self.waited >= self.patience and not self._has_asked:  # the stop takes hold a step later, maybe after another evaluation
+            self._has_asked = True
             name = self.monitored.name
             trainer.progress.request(
                 Verdict.STOP, f"{name} has not improved on {self.best:.6g} in {self.waited} evaluations (now {value:.6g})"

@@ -60,6 +60,15 @@ def test_patience_outlives_a_resume():
     assert fresh.best == math.inf
 
 
+def test_a_stop_is_asked_for_once():
+    """By the time that it takes hold, at the next step, another evaluation may have been made."""
+    trainer = FakeTrainer()
+    early = EarlyStopping(patience=2)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        early.on_validation_end(trainer, {"val/loss": value})
+    assert trainer.progress.reasons == ["STOP: val/loss has not improved on 1 in 2 evaluations (now 3)"]
+
+
 def test_an_unknown_metric_is_named_with_what_there_is():
     with pytest.raises(ConfigError, match=r"'val/los', which no evaluation gives; there are val/loss, val/perplexity") as error:
         EarlyStopping("val/los").on_validation_end(FakeTrainer(), {"val/loss": 1.0, "val/perplexity": 2.0})
