@@ -57,20 +57,25 @@ def check(config: Config, launched: int | None = None) -> Config:
     check_pair(config.model, config.dataset)
     check_heads(config.model)
     config.launch = world.check_launch(config, launched)
+    check_layout(config)
+    check_blocks(config)
+    check_callbacks(config)
+    check_metrics(config.metrics)
+    config.strategy = check_deepspeed(config)
+    return config
+
+
+def check_layout(config: Config) -> None:
+    """What is shared out over ranks can be; -1 among the degrees is filled in. Nothing is asked of the machine or of classes."""
     config.strategy = world.check_degrees(config.strategy, int(config.launch.world_size))
     world.check_tensor(config)
     world.check_experts(config)
     check_optimizer(config)
-    check_blocks(config)
     check_memory(config)
     check_sequence(config)
     check_batch(config)
     check_pipeline(config)
-    check_callbacks(config)
-    check_metrics(config.metrics)
     check_local_sgd(config)
-    config.strategy = check_deepspeed(config)
-    return config
 
 
 def check_numbers(config: Config) -> None:

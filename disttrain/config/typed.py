@@ -39,7 +39,15 @@ _ALSO_CALLED = {
 }
 """What keys are called elsewhere."""
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null", Path: "a path", Any: "a value"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+    Path: "a path",
+    Any: "a value",
+}
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "", known: Iterable[str] = ()) -> T:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from disttrain.config.check import ACCUMULATION
+from disttrain.config.check import ACCUMULATION, check_layout
 from disttrain.config.components import signature_of
 from disttrain.config.local_sgd import AMP
 from disttrain.config.schedules import takes
@@ -15,6 +16,8 @@ from disttrain.config.schema import Config
 from disttrain.config.world import divisors
 from disttrain.doctor.budget import Budget
 from disttrain.doctor.diagnose import BUBBLE, COMPUTE, EXPOSED, HOST, INPUT, MEMORY, OPTIMIZER, RANKS, STAGES, Verdict
+from disttrain.errors import ConfigError
+from disttrain.texts import typed_value
 
 USUAL_BUCKET = 25.0
 """MiB."""
@@ -37,8 +40,26 @@ class Remedy:
 
 
 def advise(verdict: Verdict, config: Config, whole: Budget, found: Mapping[str, Any]) -> list[Remedy]:
-    """Remedies for the verdict on a run of `config`; none where nothing in the config would help."""
-    return _BY_NAME[verdict.bottleneck](config, whole, found)
+    """Remedies for the verdict on a run of `config`, with whose layout they go; none where nothing in the config would help."""
+    remedies = _BY_NAME[verdict.bottleneck](config, whole, found)
+    return [one for one in remedies if _goes(config, one)] if _goes(config, Remedy((), "")) else remedies
+
+
+def _goes(config: Config, remedy: Remedy) -> bool:
+    """Whether a training with the remedy's degrees and micro-batch would not be refused, as far as a record tells."""
+    changed = copy.deepcopy(config)
+    for word in remedy.words:
+        key, _, value = word.partition("=")
+        match key.split("."):
+            case ["strategy", name]:
+                changed.strategy = replace(changed.strategy, **{name: typed_value(value)})
+            case ["callbacks", name, argument]:
+                changed.callbacks[name][argument] = typed_value(value)
+    try:
+        check_layout(changed)
+    except ConfigError:
+        return False
+    return True
 
 
 def _input(config: Config, whole: Budget, found: Mapping[str, Any]) -> list[Remedy]:
@@ -119,8 +140,9 @@ def _pipeline(config: Config, whole: Budget, found: Mapping[str, Any]) -> list[R
 
 
 def _expert(config: Config, whole: Budget, found: Mapping[str, Any]) -> list[Remedy]:
-    half = config.strategy.ep // 2
-    return [*_larger_micro(config, found, "fewer, larger messages"), Remedy((f"strategy.ep={half}",), "tokens go to fewer ranks")]
+    fewer = divisors(config.strategy.ep)[:-1]
+    spread = [Remedy((f"strategy.ep={fewer[-1]}",), "tokens go to fewer ranks")] if fewer else []
+    return [*_larger_micro(config, found, "fewer, larger messages"), *spread]
 
 
 def _bubble(config: Config, whole: Budget, found: Mapping[str, Any]) -> list[Remedy]:
@@ -164,8 +186,8 @@ def _memory(config: Config, whole: Budget, found: Mapping[str, Any]) -> list[Rem
     if config.strategy.recompute == "none":
         remedies.append(Remedy(("strategy.recompute=full",), "activations are computed again instead of kept"))
     local, key = _local_batch(config), _accumulation(config)
-    if key is not None and (size := local // found["num_micro"]) > 1:
-        remedies.append(Remedy((f"callbacks.{key}.micro_batch_size={max(1, size // 2)}",), "half the activations at a time"))
+    if key is not None and (smaller := [size for size in divisors(local) if 2 * size * found["num_micro"] <= local]):
+        remedies.append(Remedy((f"callbacks.{key}.micro_batch_size={smaller[-1]}",), "half the activations at a time, or fewer"))
     if config.strategy.dp_replicate > 1 and config.strategy.pp == 1:
         remedies.append(_sharded(config, 3, "weights, gradients and optimizer state are shared out"))
     return remedies
@@ -178,24 +200,36 @@ def _optimizer(config: Config, whole: Budget, found: Mapping[str, Any]) -> list[
 
 
 def _sharded(config: Config, zero: int, why: str) -> Remedy:
-    return Remedy(("strategy.dp_replicate=1", f"strategy.dp_shard={config.strategy.dp_replicate}", f"strategy.zero={zero}"), why)
+    """All data ranks share out what only some did, or none."""
+    ranks = config.strategy.dp_replicate * config.strategy.dp_shard
+    return Remedy(("strategy.dp_replicate=1", f"strategy.dp_shard={ranks}", f"strategy.zero={zero}"), why)
 
 
 def _moved(config: Config, of: str, to: str) -> list[Remedy]:
-    """Half of one degree moved to another."""
-    degree = getattr(config.strategy, of)
-    if degree < 2:
+    """The smallest factor of one degree moved to another, half of an even one; what the degree alone made possible goes with its last."""
+    strategy, fewer = config.strategy, divisors(getattr(config.strategy, of))[:-1]
+    if not fewer:
         return []
-    words = (f"strategy.{of}={degree // 2}", f"strategy.{to}={2 * getattr(config.strategy, to)}")
-    return [Remedy(words, f"half as many ranks share out what {of} cuts; a rank holds twice as much")]
+    left, degree = fewer[-1], getattr(strategy, of)
+    words = [f"strategy.{of}={left}", f"strategy.{to}={degree // left * getattr(strategy, to)}"]
+    words += ["strategy.sequence_parallel=false"] if of == "tp" and left == 1 and strategy.sequence_parallel else []
+    words += ["strategy.attention=gather"] if of == "cp" and left == 1 and strategy.attention == "ring" else []
+    words += ["strategy.stage_split=[]"] if of == "pp" and strategy.stage_split else []
+    words += ["strategy.virtual_stages=null"] if of == "pp" and left == 1 and strategy.virtual_stages is not None else []
+    return [Remedy(tuple(words), f"{left} instead of {degree} ranks share out what {of} cuts, and hold {degree // left} times as much")]
 
 
 def _larger_micro(config: Config, found: Mapping[str, Any], why: str, least: int = 1) -> list[Remedy]:
     key, num = _accumulation(config), found["num_micro"]
     if key is None or num <= least:
         return []
-    fewer = max(d for d in divisors(num) if d < num)
-    return [Remedy((f"callbacks.{key}.micro_batch_size={_local_batch(config) // max(fewer, least)}",), why)]
+    local = _local_batch(config)
+    fewer = [
+        m
+        for m in divisors(local)
+        if least <= m < num and (config.strategy.pp == 1 or takes(config.strategy.schedule, m, config.strategy.pp))
+    ]
+    return [Remedy((f"callbacks.{key}.micro_batch_size={local // fewer[-1]}",), why)] if fewer else []
 
 
 def _accumulation(config: Config) -> str | None:

@@ -13,7 +13,7 @@ from disttrain.config.schema import StrategyConfig
 from disttrain.doctor import verb
 from disttrain.doctor.advice import Remedy, advise
 from disttrain.doctor.budget import Budget
-from disttrain.doctor.diagnose import BUBBLE, COMPUTE, HOST, Verdict
+from disttrain.doctor.diagnose import BUBBLE, COMPUTE, EXPOSED, HOST, MEMORY, OPTIMIZER, Verdict
 from tests import tiny
 
 MS = 1e-3
@@ -43,6 +43,37 @@ def test_host_overhead_is_met_by_what_saves_the_most() -> None:
     assert offered(HOST, dear, 2)[:2] == ["~callbacks.mine", "callbacks.micro.micro_batch_size=32"]
     assert offered(HOST, cheap, 2)[0] == "callbacks.micro.micro_batch_size=32"
     assert "~callbacks.mine" not in offered(HOST, replace(dear, callbacks={"mine": 0.5 * MS}), 2)
+
+
+def on(num_micro: int, bottleneck: str, **changes: Any) -> list[str]:
+    """What is offered for a run of 48 samples a step, cut as `changes` say."""
+    local = 48 // (changes.get("dp", 1) * changes.get("shard", 1))
+    micro = {"_target_": ACCUMULATION, "micro_batch_size": local // num_micro}
+    config = tiny.config(callbacks={"micro": micro}, global_batch_size=48, **changes)
+    remedies = advise(Verdict(bottleneck, 0.5, []), config, Budget(100 * MS, {"compute": 50 * MS}), {"num_micro": num_micro})
+    return [" ".join(remedy.words) for remedy in remedies]
+
+
+def test_what_is_shared_out_is_shared_out_over_all_data_ranks() -> None:
+    assert "strategy.dp_replicate=1 strategy.dp_shard=6 strategy.zero=3" in on(2, MEMORY, dp=2, shard=3)
+    assert not [words for words in on(2, OPTIMIZER, dp=2, strategy={"sync_every": 4}) if "dp_shard" in words], "a training refuses it"
+
+
+def test_a_degree_moves_to_another_in_whole_factors() -> None:
+    longer = {"model": tiny.GPT | {"max_seq_len": 24}, "dataset": tiny.TOKENS | {"context": 24}}
+    assert "strategy.cp=1 strategy.dp_replicate=3" in on(12, EXPOSED["context"], cp=3, **longer)
+    found = on(4, EXPOSED["tensor"], tp=2, sequence_parallel=True)
+    assert "strategy.tp=1 strategy.dp_replicate=2 strategy.sequence_parallel=false" in found
+    ring = on(4, EXPOSED["context"], cp=2, strategy={"attention": "ring"})
+    assert "strategy.cp=1 strategy.dp_replicate=2 strategy.attention=gather" in ring
+    assert not [words for words in on(3, EXPOSED["tensor"], dp=16, tp=2) if "dp_replicate" in words], "48 samples are none for 32 ranks"
+
+
+def test_fewer_micro_batches_divide_the_batch() -> None:
+    """Six of a pipeline of four ranks: the fewest are four, and four divide 48 samples; of 54 none between does."""
+    assert on(6, EXPOSED["pipeline"], pp=4, model=tiny.GPT | {"num_layers": 4})[0] == "callbacks.micro.micro_batch_size=12"
+    assert on(3, EXPOSED["tensor"], tp=2)[0] == "callbacks.micro.micro_batch_size=24"
+    assert on(3, MEMORY, tp=2)[1] == "callbacks.micro.micro_batch_size=8"
 
 
 def test_of_what_was_tried_the_best_comes_first_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
