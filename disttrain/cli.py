@@ -20,7 +20,7 @@ from disttrain.errors import ConfigError, UserError
 from disttrain.launch.outcome import INTERRUPTED, UNREAD, USER_ERROR, WorldError
 from disttrain.launch.signals import StopAsked, stop_raises
 from disttrain.launch.streams import settle_streams
-from disttrain.places import current_folder
+from disttrain.places import current_folder, not_made
 from disttrain.reading.verb import main as read_run
 from disttrain.reading.verb import names_folder
 from disttrain.secrecy import not_for_all_to_write
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(error.outcome.failure or error.outcome.reason)
         return error.outcome.exit_code
     except KeyboardInterrupt as asked:
+        print(f"disttrain: stopped by {asked or 'SIGINT'}", file=sys.stderr, flush=True)
         return asked.exit_code if isinstance(asked, StopAsked) else INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so once more, at its exit
@@ -137,7 +138,8 @@ def _main(words: list[str]) -> int:
 
     environment = detect()
     if environment.is_alone:
-        return _compose_and_run(verb, words, environment)
+        with stop_raises():  # where no run listens itself: before there is one, between those of a sweep
+            return _compose_and_run(verb, words, environment)
     from disttrain.launch.join import follow, share_error
 
     if environment.rank > 0:
@@ -183,16 +185,15 @@ def _compose_and_run(verb: str, words: list[str], environment: Environment) -> i
                 raise ConfigError(f"{verb} starts its own ranks, so {environment.launcher} can't", f"python -m disttrain {verb} ...")
             from disttrain.launch.local import import_warm
 
-            with stop_raises():  # they make no record that a stop could close
-                import_warm()
-                config = ready(config, environment, os.getcwd(), request)
-                if verb == "doctor":
-                    from disttrain.doctor import verb as doctor
+            import_warm()
+            config = ready(config, environment, os.getcwd(), request)
+            if verb == "doctor":
+                from disttrain.doctor import verb as doctor
 
-                    return doctor.main(config, partial(_again, app, request, environment))
-                from disttrain.verify import verb as verify
+                return doctor.main(config, partial(_again, app, request, environment))
+            from disttrain.verify import verb as verify
 
-                return verify.main(config, request.overrides)
+            return verify.main(config, request.overrides)
         return _train(app, request, composed, config, environment).exit_code
 
 
@@ -281,7 +282,7 @@ def _folders() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"the run folder can't be made: {error}", "paths.outputs=<a folder that you may write to>") from error
+        raise not_made(error) from error
 
 
 def _sweep(verb: str, app: Hydra, request: Request, environment: Environment) -> int:

@@ -6,6 +6,7 @@ A place in a store behaves as a `pathlib.Path` does, as far as it can (universal
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import string
@@ -58,6 +59,17 @@ def place_of(text: str | Path) -> Path:
         return cast(Path, UPath(str(text), use_listings_cache=False))
     except ImportError as error:
         raise MissingExtraError(str(error), "remote", str(text)) from error
+
+
+def not_made(error: OSError) -> ConfigError:
+    """What is told where the system does not make a run's folder."""
+    is_long = error.errno == errno.ENAMETOOLONG
+    remedy = (
+        "hydra.run.dir=<a shorter name>, or in a sweep hydra.sweep.subdir=<one>"
+        if is_long
+        else "paths.outputs=<a folder that you may write to>"
+    )
+    return ConfigError(f"the run folder can't be made: {error}", remedy)
 
 
 def new_folder(outputs: Path, now: datetime | None = None) -> Path:

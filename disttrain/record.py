@@ -31,7 +31,7 @@ import yaml
 from disttrain.errors import LaunchError
 from disttrain.places import is_remote, new_folder, place_of
 from disttrain.secrecy import redacted
-from disttrain.texts import flat, read_mapping, read_yaml, row_of, strict, strict_json, write_json, write_text
+from disttrain.texts import flat, read_mapping, read_yaml, row_of, strict, strict_json, write_text
 
 _POINTER = "checkpoints.url"
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -163,8 +163,8 @@ class RunFolder:
         begun = {} if before is None else read_yaml(before, dict)
         self._result_before = self.result() if number else {}
         files = self.path / f"config{name}.yaml", self.path / f"overrides{name}.yaml"
-        write_text(files[0], text)
-        write_text(files[1], self._portable(yaml.safe_dump(list(overrides), allow_unicode=True)))
+        write_text(files[0], text, lasting=True)
+        write_text(files[1], self._portable(yaml.safe_dump(list(overrides), allow_unicode=True)), lasting=True)
         self._added = files if number else ()
         if before is None:
             return {}
@@ -187,7 +187,7 @@ class RunFolder:
             file.unlink(missing_ok=True)
         if self._environment_before is not None:
             os.replace(self._environment_before, self.path / "environment.json")
-        write_json(self.path / "result.json", self._result_before)
+        write_text(self.path / "result.json", strict_json(self._result_before), lasting=True)
         return True
 
     def config_text(self) -> str:
@@ -253,7 +253,7 @@ class RunFolder:
 
     def write_result(self, **fields: Any) -> None:
         """Set these fields of result.json (`status`, `reason`, `exit_code`, `metrics`, ...); others stay."""
-        write_text(self.path / "result.json", redacted(strict_json(self.result() | fields)))
+        write_text(self.path / "result.json", redacted(strict_json(self.result() | fields)), lasting=True)
 
     def result(self) -> dict[str, Any]:
         """What result.json holds; `status` is 'running' while a run is alive, or was killed without a word."""

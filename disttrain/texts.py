@@ -24,11 +24,19 @@ _POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 """A number to everybody but YAML, which wants 1.0e-1 for 1e-1."""
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write the whole file or nothing: a reader never sees a part."""
+def write_text(path: Path, text: str, lasting: bool = False) -> None:
+    """Write the whole file or nothing: a reader never sees a part. One that is `lasting` is whole after a power cut too."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -236,6 +237,23 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_json(tmp_path / "a.json", {"kept": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"kept": True}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_nor_does_a_full_disk_leave_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.make(tmp_path)
+    folder.write_result(status="running")
+    before = sorted(path.name for path in folder.path.iterdir())
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        folder.write_result(status="done")
+    with pytest.raises(OSError, match="No space"):
+        folder.store_config("{}", [])
+    assert folder.result()["status"] == "running"
+    assert sorted(path.name for path in folder.path.iterdir()) == before
 
 
 def test_it_needs_no_torch() -> None:

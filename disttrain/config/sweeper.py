@@ -24,6 +24,7 @@ from omegaconf import DictConfig, open_dict
 
 from disttrain.config.overrides import close
 from disttrain.errors import UserError
+from disttrain.places import not_made
 from disttrain.texts import write_json
 
 USER_ERROR, FAILED = 2, 1
@@ -83,19 +84,26 @@ class JobSweeper:
     def _one_by_one(self, jobs: list[Job]) -> None:
         for job, composed in [(job, self._compose(job, job.number)) for job in jobs]:
             if composed is not None:
-                returned = run_job(
-                    hydra_context=self.context,
-                    task_function=self.task,
-                    config=composed,
-                    job_dir_key="hydra.sweep.dir",
-                    job_subdir_key="hydra.sweep.subdir",
-                )
-                _take(job, returned)
+                self._run(job, composed)
             _store(jobs)
             if job.exit_code in STOPPED:
                 for rest in jobs[job.number + 1 :]:
                     rest.exit_code, rest.reason = job.exit_code, "not started"
                 return
+
+    def _run(self, job: Job, composed: DictConfig) -> None:
+        try:
+            returned = run_job(
+                hydra_context=self.context,
+                task_function=self.task,
+                config=composed,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+            )
+        except OSError as error:  # of the job's folder, which Hydra makes; what the task raises is in `returned`
+            self._refuse(job, not_made(error))
+        else:
+            _take(job, returned)
 
     def _together(self, jobs: list[Job]) -> None:
         """Sound jobs first, so that the launcher's numbers are theirs; wrong ones take the numbers behind them."""
@@ -124,13 +132,16 @@ class JobSweeper:
                 composed.hydra.sweep.dir = self.folder
             self.validate(composed)
         except UserError as error:
-            job.exit_code, job.reason = USER_ERROR, str(error)
-            print(f"job {job.number} ({job.name}) is wrong:\n{error}", file=sys.stderr, flush=True)
-            if record:
-                self._record(job)
+            self._refuse(job, error, record)
             return None
         job.folder = str(composed.hydra.runtime.output_dir)
         return composed
+
+    def _refuse(self, job: Job, error: UserError, record: bool = True) -> None:
+        job.exit_code, job.reason = USER_ERROR, str(error)
+        print(f"job {job.number} ({job.name}) is wrong:\n{error}", file=sys.stderr, flush=True)
+        if record:
+            self._record(job)
 
     def _record(self, job: Job) -> None:
         """A job that never began still has a folder, with its message."""

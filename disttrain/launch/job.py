@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from disttrain.checkpoint.files import steps_in
+from disttrain.config.callbacks import key_of
 from disttrain.config.frozen import freeze
+from disttrain.config.local_sgd import CHECKPOINT
 from disttrain.config.overrides import for_shell
 from disttrain.config.schema import Config
 from disttrain.config.world import heavy_modules
 from disttrain.launch.describe import describe
 from disttrain.launch.environment import Environment, detect, environ, rank_environment, threads_per_rank
 from disttrain.launch.local import Supervisor, choose_start_method, import_warm, say
-from disttrain.launch.outcome import DONE, FAILED, INTERRUPTED, USER_ERROR, Outcome
+from disttrain.launch.outcome import DONE, FAILED, INTERRUPTED, PREEMPTED, USER_ERROR, Outcome
 from disttrain.launch.rank import describe as describe_error
 from disttrain.launch.rank import load_function
 from disttrain.launch.signals import StopAsked, stop_raises, stops_ignored
@@ -76,6 +78,8 @@ def run(job: Job, environment: Environment | None = None) -> Outcome:
         say(outcome.failure or outcome.reason)
     if folder is not None and _can_go_on(outcome, folder):
         say(f"it goes on with: python -m disttrain {for_shell('resume', shown(folder.path))}")
+    elif folder is not None and outcome.exit_code in (INTERRUPTED, PREEMPTED) and key_of(job.config, CHECKPOINT) is None:
+        say("its state was not saved: callbacks has no checkpoint, which saves at a stop")
     return outcome
 
 

@@ -15,7 +15,7 @@ from disttrain.cli import main
 from disttrain.launch.outcome import Outcome
 from disttrain.record import RunFolder
 from tests.callbacks.wandb_file import runs
-from tests.cli.words import TINY
+from tests.cli.words import SMALL, TINY
 from tests.launch.processes import exit_code, fork_owner, signed_in, still_alive
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -93,6 +93,15 @@ def test_a_job_that_fails_on_one_rank_is_told_at_once_and_the_others_finish(witn
     assert [[row["step"] for row in RunFolder(sweep / str(job)).read()] for job in (0, 2)] == [[1, 2, 3, 4]] * 2
     assert [row["exit_code"] for row in json.loads((sweep / "sweep.json").read_text(encoding="utf-8"))] == [0, 1, 0]
     assert [run.exit_codes for job in range(3) for run in runs(sweep / str(job))] == [[0], [1], [0]]
+
+
+def test_a_job_whose_folder_can_not_be_made_fails_alone(jobs: list, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ",".join(["n" * 300, "short"])
+    assert main(["-m", *SMALL, "hydra.sweep.subdir=${hydra.job.override_dirname}", f"run_name={names}"]) == 2
+    out, err = capsys.readouterr()
+    assert [job.config.run_name for job in jobs] == ["short"]
+    assert "2 jobs, 1 failed" in out
+    assert "try: hydra.run.dir=<a shorter name>, or in a sweep hydra.sweep.subdir=<one>" in err
 
 
 def test_every_wrong_job_is_in_the_summary_and_in_its_own_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

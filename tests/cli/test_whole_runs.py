@@ -147,6 +147,19 @@ def test_a_run_without_callbacks_imports_no_logger(witness: Path) -> None:
     assert heavy & set(of_the_rank) == set()
 
 
+# --- before there is a run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 143), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_before_there_is_a_run_ends_it_with_a_word(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("disttrain.config.compose.compose", lambda app, request: os.kill(os.getpid(), number))
+    assert exit_code(fork_owner(lambda: main(BARE))) == code
+    assert capfd.readouterr().err == f"disttrain: stopped by {number.name}\n"
+    assert not Path("outputs").exists()
+
+
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 

@@ -132,7 +132,9 @@ def slow_to_prepare(config: Config) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_before_there_are_ranks_it_ends_at_once_and_says_so(number: signal.Signals, tmp_path: Path) -> None:
+def test_before_there_are_ranks_it_ends_at_once_and_says_so(
+    number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = tiny.config(dp=2)
     config.paths.data = str(tmp_path / "data")
     (tmp_path / "data").mkdir()
@@ -143,3 +145,4 @@ def test_before_there_are_ranks_it_ends_at_once_and_says_so(number: signal.Signa
     assert exit_code(owner) == 143
     (path,) = (tmp_path / "outputs").glob("*/*")
     assert RunFolder(path).result()["reason"] == f"{number.name}: before the ranks started"
+    assert "its state was not saved: callbacks has no checkpoint" in capfd.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from disttrain.launch import local
 from disttrain.launch.outcome import WorldError
 from disttrain.launch.place import Place
 from disttrain.launch.signals import ONE_PRESS_SECONDS
@@ -162,3 +163,14 @@ def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:
     assert exit_code(parent) == -signal.SIGKILL
     assert not still_alive(ranks)
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.world(1)
+def test_a_stop_between_a_failure_and_another_start_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(place: Place) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(local, "wait_all", lambda ranks, seconds: os.kill(os.getpid(), signal.SIGTERM))
+    outcome = supervise(entry, 1, max_restarts=3)
+    assert (outcome.exit_code, outcome.status, outcome.num_restarts) == (143, "preempted", 0)
+    assert [one.message for one in outcome.failures] == ["planted"]
