@@ -60,11 +60,10 @@ class Result:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and raises nothing that a user can cause."""
-    if argv is None:
-        settle_streams()
     try:
         here = current_folder()
         if argv is None:
+            settle_streams()
             argv = sys.argv[1:]
             if not {"", here} & set(sys.path):
                 sys.path.insert(0, here)  # an installed script looks beside itself only; own classes lie here
