@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,12 @@ def prepare(config: Config) -> None:
     evaluations that can't be made; DataError for data smaller than one global batch, or for none to validate on.
     """
     _must_be("optimizer", config.optimizer, torch.optim.Optimizer, "optimizer=adamw")
+    kind = class_of(config.optimizer)
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    closure = signature(kind.step).parameters.get("closure") if is_class else None
+    if closure is not None and closure.default is closure.empty:
+        found = f"optimizer._target_={config.optimizer['_target_']} computes the loss several times a step, and a step here is one gradient"
+        raise ConfigError(found, "optimizer=adamw")
     for key, component in config.callbacks.items():
         _must_be(f"callbacks.{key}", component, Callback, f"~callbacks.{key}")
     module = data_module(config)
@@ -133,9 +140,9 @@ def build_schedule(config: Config) -> Callable[[int], Schedule]:
     """What makes the rate's schedule for a number of steps: a class of ours or the user's, or one of torch's schedulers."""
     kind = class_of(config.scheduler)
     if isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
-        return from_torch(lambda optimizer: instantiate(config.scheduler, optimizer=optimizer), config.optimizer.get("lr", 1.0))
-    signature = signature_of(config.scheduler["_target_"], "scheduler")
-    takes_length = signature.open or "num_steps" in signature.parameters
+        return from_torch(lambda optimizer: instantiate(config.scheduler, optimizer=optimizer), _optimizers(config, "lr", 1.0))
+    wanted = signature_of(config.scheduler["_target_"], "scheduler")
+    takes_length = wanted.open or "num_steps" in wanted.parameters
     return lambda num_steps: instantiate(config.scheduler, **({"num_steps": num_steps} if takes_length else {}))
 
 
@@ -162,9 +169,16 @@ def options_of(config: Config) -> Options:
 
 
 def optimizer_of(config: Config) -> tuple[Callable[..., torch.optim.Optimizer], float]:
-    """What makes the optimizer of parameter groups, and its weight decay."""
+    """What makes the optimizer of parameter groups, and its weight decay: the config's, or what the class decays by itself."""
     arguments = {key: value for key, value in config.optimizer.items() if key not in ("_target_", "weight_decay")}
-    return partial(class_of(config.optimizer), **arguments), config.optimizer.get("weight_decay", 0.0)
+    return partial(class_of(config.optimizer), **arguments), _optimizers(config, "weight_decay", 0.0)
+
+
+def _optimizers(config: Config, name: str, otherwise: float) -> float:
+    """An argument of the optimizer: the config's, or its class's default."""
+    argument = signature(class_of(config.optimizer)).parameters.get(name)
+    default = argument.default if argument is not None and isinstance(argument.default, (int, float)) else otherwise
+    return float(config.optimizer.get(name, default))
 
 
 def build_trainer(config: Config, folder: RunFolder | None, place: Place) -> Trainer:

@@ -155,6 +155,10 @@ def check_experts(config: Config) -> None:
     ep, model, knobs = config.strategy.ep, config.model, config.strategy
     experts = model.get("experts")
     shape: Mapping[str, Any] = experts if isinstance(experts, Mapping) else {}
+    for name in ("num_experts", "top_k", "every", "intermediate_size", "capacity_factor"):
+        value = shape.get(name)
+        if isinstance(value, (int, float)) and not value > 0:
+            raise ConfigError(f"model.experts.{name}={value} is not above zero", f"model.experts.{name}=<a number above zero>")
     number, chosen = shape.get("num_experts", 8), shape.get("top_k", 2)
     if experts is not None and isinstance(number, int) and isinstance(chosen, int) and chosen > number:
         raise ConfigError(f"model.experts.top_k={chosen} is more than model.experts.num_experts={number}", f"model.experts.top_k={number}")

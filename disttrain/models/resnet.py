@@ -37,12 +37,14 @@ class ResNet18(ResNet):
         super().__init__(BasicBlock, [2, 2, 2, 2], num_classes)
         choice("stem", stem, ("small", "imagenet"))
         small = stem == "small"
-        self.image_size = image_size
+        self.num_classes, self.image_size = num_classes, image_size
         self.task: Task = task or Classification()
         self.conv1 = nn.Conv2d(channels, 64, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False)
         nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         if small:
             self.maxpool = nn.Identity()
+        self.avgpool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())  # so that a pipeline may cut behind it
+        self._windows = [(name, *_window(module)) for name, module in self.named_modules() if isinstance(module, (nn.Conv2d, nn.MaxPool2d))]
 
     def parts(self) -> Parts:
         """No block repeats: each group halves the image and doubles the channels."""
@@ -56,11 +58,16 @@ class ResNet18(ResNet):
     def _cost(self, shape: tuple[int, ...] | None = None) -> dict[str, float]:
         """Floating-point operations of the forward, by module; a block's second path has its first's output size."""
         height, width = shape[1:] if shape else (self.image_size, self.image_size)
-        cost = {}
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Conv2d, nn.MaxPool2d)) and "downsample" not in name:
-                stride = module.stride[0] if isinstance(module.stride, tuple) else module.stride
+        cost = {"fc": 2.0 * 512 * self.num_classes}
+        for name, stride, num_weights in self._windows:  # as they were built: of a pipeline's stage the others are gone
+            if "downsample" not in name:
                 height, width = -(-height // stride), -(-width // stride)
-            if isinstance(module, nn.Conv2d):
-                cost[name] = 2.0 * module.weight.numel() * height * width
-        return cost | {"fc": 2.0 * self.fc.weight.numel()}
+            if num_weights:
+                cost[name] = 2.0 * num_weights * height * width
+        return cost
+
+
+def _window(module: nn.Conv2d | nn.MaxPool2d) -> tuple[int, int]:
+    """(stride, number of weights)."""
+    stride = module.stride[0] if isinstance(module.stride, tuple) else module.stride
+    return stride, module.weight.numel() if isinstance(module, nn.Conv2d) else 0

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import disttrain
+from disttrain import build
 from disttrain.cli import main
 from disttrain.config import world
+from disttrain.config.compose import compose, composer, parse
 from disttrain.errors import ConfigError
 from disttrain.reading import run as reading
 from disttrain.reading.run import open_run
@@ -70,6 +72,22 @@ def test_a_torch_scheduler_sets_the_rate() -> None:
     assert newest().result()["metrics"]["train/lr"] == pytest.approx(0.125)
 
 
+def test_an_optimizer_of_torchs_keeps_its_own_defaults() -> None:
+    own = [
+        "optimizer=custom",
+        "optimizer._target_=torch.optim.AdamW",
+        "scheduler=custom",
+        "scheduler.max_lr=0.01",
+        "scheduler.total_steps=4",
+    ]
+    once = ["scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "scheduler.cycle_momentum=false", "scheduler.pct_start=0.5"]
+    assert main([*ALONE, *own, *once]) == 0
+    assert newest().result()["metrics"]["train/lr"] == pytest.approx(0.01)  # at the peak, whatever rate the class begins with
+    request = parse([*ALONE, *own, *once])
+    with composer(request) as app:
+        assert build.optimizer_of(compose(app, request)[1])[1] == 0.01  # AdamW's weight decay
+
+
 def test_a_schedule_need_not_ask_for_the_runs_length(mine: str) -> None:
     assert main([*ALONE, "scheduler=custom", f"scheduler._target_={mine}.Halved", "optimizer.lr=0.5"]) == 0
     assert newest().result()["metrics"]["train/lr"] == pytest.approx(0.25)
@@ -81,6 +99,7 @@ def test_a_schedule_need_not_ask_for_the_runs_length(mine: str) -> None:
         ("scheduler", "{mine}.Silent", "a Silent can't be"),
         ("scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau", "follows a metric"),
         ("optimizer", "{mine}.Halved", "is no torch Optimizer"),
+        ("optimizer", "torch.optim.LBFGS", "computes the loss several times a step"),
         ("optimizer", "torch.optim.Muon", "Muon only supports 2D parameters"),
         ("callbacks.mine", "{mine}.Halved", "is no disttrain Callback"),
     ],

@@ -28,6 +28,12 @@ def test_ep_takes_all_data_ranks_unless_it_is_given(checked: Make) -> None:
         ((*EP, "strategy.ep=2"), None, None),
         ((*EP, "model.experts.num_experts=3"), "strategy.ep=2 does not divide model.experts.num_experts=3", "model.experts.num_experts=4"),
         ((*EP, "model.experts.top_k=9"), "model.experts.top_k=9 is more than model.experts.num_experts=8", "model.experts.top_k=8"),
+        (
+            ("model=moe_tiny", "+model.experts.every=0"),
+            "model.experts.every=0 is not above zero",
+            "model.experts.every=<a number above zero>",
+        ),
+        (("model=moe_tiny", "model.experts.top_k=0"), "model.experts.top_k=0 is not above zero", ""),
         (("model=moe_tiny", "model.num_layers=1"), "no block has experts", "model.num_layers=2, or model.experts.every=1"),
         ((*EP, "model.num_layers=2"), None, None),
         ((*EP, "strategy.compression=bf16"), "knows one set of ranks", "strategy.compression=none"),

@@ -210,9 +210,10 @@ def test_verify_of_a_net_with_batch_norm_in_two_micro_batches_with_void_rows(dp:
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_verify_of_resnet18(dp: int) -> None:
-    config = tiny.config(dp=dp, micro_batch_size=4 // dp, verify={"steps": 2}, **nets.BATCH_NORM | {"model": nets.RESNET})
+@pytest.mark.parametrize("degrees", [{"dp": 2}, {"pp": 2}, pytest.param({"dp": 4}, marks=pytest.mark.long)], ids=str)
+def test_verify_of_resnet18(degrees: dict[str, int]) -> None:
+    micro = 4 // degrees.get("dp", 2)
+    config = tiny.config(**degrees, micro_batch_size=micro, verify={"steps": 2}, **nets.BATCH_NORM | {"model": nets.RESNET})
     proof = verb.prove(config)
     assert proof.equal, (proof.failed, proof.cause)
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from disttrain.errors import ConfigError
 from disttrain.launch.place import Place, alone
 from disttrain.models.cnn import SimpleCNN
 from disttrain.models.transformer import Block, BlockShape
+from disttrain.parallel.batch_norm import ALONE, share_statistics
 from disttrain.parallel.blocks import blocks_of
 from disttrain.parallel.random import Streams
 from disttrain.parallel.recompute import offload_blocks, recompute_blocks
@@ -67,6 +68,22 @@ def test_masks_are_drawn_again_as_they_were(run_world: RunWorld, kind: str, layo
         return float((found[0] - found[1]).abs().max() / found[0].abs().max())
 
     assert max(run_world(gradients)) < 1e-14
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_batch_norm_moves_its_statistics_once(kind: str) -> None:
+    """On one rank, where torch's own kernel runs."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    again = copy.deepcopy(plain)
+    share_statistics(again, ALONE)
+    recompute_blocks({"block": again}, kind, 1, Streams(0, torch.device("cpu")))
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for net in (plain, again):
+        (net(x) ** 3).sum().backward()
+    for (name, wanted), found in zip(plain.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, msg=name)
+    for (name, wanted), found in zip(plain.named_buffers(), again.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=name)
 
 
 def saved_bytes(kind: str) -> int:
