@@ -177,6 +177,12 @@ def check_memory(config: Config) -> None:
         )
 
 
+def micro_batch_of(config: Config) -> int | None:
+    """Samples of a micro-batch as gradient accumulation has it, whatever it is called; None without the callback."""
+    name = key_of(config, ACCUMULATION)
+    return None if name is None else int(config.callbacks[name].get("micro_batch_size", 8))
+
+
 def check_batch(config: Config) -> None:
     """The global batch is cut into whole micro-batches on every data rank; a rank's part that is smaller than one is one."""
     total = config.train.global_batch_size

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from disttrain import build
+from disttrain.config.check import micro_batch_of
 from disttrain.config.schema import Config
 from disttrain.models.task import task_of
 from disttrain.parallel.mesh import Mesh
@@ -24,7 +25,6 @@ from disttrain.parallel.shard import device_mesh
 from disttrain.parallel.step import Batch, Step
 from disttrain.parallel.strategy import Strategy
 from disttrain.parallel.update import LossScale, Update
-from disttrain.plan.legal import micro_batch_of
 from disttrain.plan.tally import Fakes, Tally
 from disttrain.train.assembly import local_part, make_strategy, make_update
 from disttrain.train.hooks import StepPolicy, declared

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from disttrain.config.check import micro_batch_of
 from disttrain.config.schedules import needs, stages_a_rank, takes
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.sequence import lengths, tokens_multiple_of
 from disttrain.config.world import DEGREES, divisors, shares_rows
 from disttrain.plan.case import Layout, Shape
 
-ACCUMULATION = "disttrain.callbacks.grad_accumulation.GradAccumulation"
 LITTLE = 0.25
 """Share of a global batch by which it may be changed to hold whole micro-batches."""
 
@@ -163,9 +163,3 @@ def whole_batch(config: Config, layout: Layout, notes: list[str]) -> tuple[Layou
             f"{said}; " + (f"planned with micro-batches of {micro}" if legal else "no micro-batch gives that: a larger batch does")
         )
     return replace(layout, micro_batch=micro), batch
-
-
-def micro_batch_of(config: Config) -> int | None:
-    """`callbacks.grad_accumulation.micro_batch_size`; None without the callback."""
-    found = next((value for value in config.callbacks.values() if value.get("_target_") == ACCUMULATION), None)
-    return None if found is None else int(found.get("micro_batch_size", 8))

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from disttrain.config.check import ACCUMULATION
+from disttrain.config.local_sgd import AMP
 from disttrain.config.schedules import takes
 from disttrain.config.schema import Config
 from disttrain.errors import ConfigError
@@ -16,8 +18,6 @@ from disttrain.launch.local import Supervisor, choose_start_method, import_warm
 from disttrain.launch.place import Place
 from disttrain.plan import pipeline
 from disttrain.plan.case import V_SHAPED, Case
-from disttrain.plan.legal import ACCUMULATION
-from disttrain.plan.settle import AMP
 
 if TYPE_CHECKING:
     from disttrain.plan.dry import Counts

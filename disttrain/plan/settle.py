@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from disttrain.config.local_sgd import AMP
 from disttrain.config.schedules import holders, stages_a_rank
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.split import balanced_starts
@@ -18,7 +19,6 @@ from disttrain.plan import legal
 from disttrain.plan.case import FULL, NONE, SPLIT_BACKWARD, Case, Layout, Numbers, Recompute, Shape, Software, every
 
 GPT = "disttrain.models.gpt.GPT"
-AMP = "disttrain.callbacks.amp.AMP"
 SELECTIVE = Recompute(0.0, 0.0, 1.0, 0.6)
 """All but matrix products and attention runs again: norms' outputs and activations are not kept."""
 OWN_TENSOR_EXPOSED = 0.75
@@ -57,7 +57,7 @@ def settle(config: Config, precision: str | None = None) -> Settled:
 def shape_of(model: Mapping[str, Any]) -> Shape:
     """Shape of a GPT-style model's config; ConfigError for any other."""
     if model.get("_target_") != GPT:
-        raise ConfigError(f"plan knows the shape of {GPT} and not of {model.get('_target_')}", "model.parameters=1e9")
+        raise unknown_shape(model.get("_target_"))
     hidden, heads = int(model.get("hidden_size", 128)), int(model.get("num_heads", 4))
     kv_heads, gated = int(model.get("num_kv_heads") or heads), model.get("mlp", "gelu") == "swiglu"
     ffn = int(model.get("intermediate_size") or (_llama_width(hidden) if gated else 4 * hidden))
@@ -91,6 +91,11 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
         longest=int(model.get("max_seq_len", 128)),
         **mixture,
     )
+
+
+def unknown_shape(target: Any) -> ConfigError:
+    """What is told of a model that is no GPT."""
+    return ConfigError(f"plan knows the shape of {GPT} and not of {target}", "model.parameters=1e9")
 
 
 def _mixture(model: Mapping[str, Any], ffn: int) -> dict[str, int]:

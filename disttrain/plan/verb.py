@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from disttrain.config.callbacks import key_of
 from disttrain.config.check import check_numbers
+from disttrain.config.local_sgd import AMP
 from disttrain.config.schema import Config, HardwareConfig
 from disttrain.config.world import nearest_multiple
 from disttrain.errors import ConfigError
@@ -18,7 +21,7 @@ from disttrain.plan.devices import AUTO, CPU, preset, resolve
 from disttrain.plan.memory import GIB
 from disttrain.plan.planned import Plan, make, overrides
 from disttrain.plan.search import Search, search
-from disttrain.plan.settle import precision_of, settle
+from disttrain.plan.settle import GPT, precision_of, settle, unknown_shape
 
 if TYPE_CHECKING:
     from disttrain.plan.rehearsal import Rehearsal
@@ -30,10 +33,14 @@ USUAL = "h100"
 
 
 def take_parameters(words: Sequence[str]) -> tuple[list[str], float | None]:
-    """Overrides without `model.parameters`, which no model takes, and its value."""
-    rest, found = [], None
+    """Overrides without `model.parameters`, which no model takes, and its value; beside it model and data take no part.
+
+    ConfigError for no such number, and for a class that was typed whose shape is not known.
+    """
+    rest, found, target = [], None, GPT
     for word in words:
         name, _, value = word.lstrip("+").partition("=")
+        target = value if name == "model._target_" else target
         if name != PARAMETERS:
             rest.append(word)
             continue
@@ -43,7 +50,11 @@ def take_parameters(words: Sequence[str]) -> tuple[list[str], float | None]:
             found = -1.0
         if not 0 < found <= MOST_PARAMETERS:
             raise ConfigError(f"{PARAMETERS}={value} is no number of parameters", f"{PARAMETERS}=100e9")
-    return rest, found
+    if found is not None:
+        return [word for word in rest if re.match(r"[+~]*(model|dataset)[.=]", word) is None], found
+    if target != GPT:
+        raise unknown_shape(target)
+    return rest, None
 
 
 def main(config: Config, parameters: float | None, typed: Sequence[str]) -> int:
@@ -110,8 +121,16 @@ def _precision(config: Config, hardware: HardwareConfig, typed: Sequence[str]) -
         and hardware.device
         and hardware.matmul_tflops.get("bf16", 0.0) > 1.5 * hardware.matmul_tflops.get("fp32", 0.0)
     ):
-        return "bf16", [f"planned with callbacks.amp.precision=bf16, as one trains on {hardware.name}; fp32 is planned if asked for"]
+        return "bf16", [f"planned with {_in_half(config, typed)}, as one trains on {hardware.name}; fp32 is planned if asked for"]
     return found, []
+
+
+def _in_half(config: Config, typed: Sequence[str]) -> str:
+    """The overrides that give products in bf16."""
+    if (key := key_of(config, AMP)) is not None:
+        return f"callbacks.{key}.precision=bf16"
+    chosen = next((word.partition("=")[2].strip("[]") for word in reversed(typed) if word.startswith("callbacks=")), "none")
+    return f"callbacks=[{chosen},amp] callbacks.amp.precision=bf16"
 
 
 def text(plan: Plan, constants: Constants, tokens: float | None, counted: Rehearsal | None = None) -> list[str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from disttrain import build
 from disttrain.checkpoint.load import latest_good
 from disttrain.config import typed
-from disttrain.config.check import check_numbers
+from disttrain.config.check import ACCUMULATION, check_numbers
 from disttrain.config.devices import num_gpus
 from disttrain.config.frozen import plain
+from disttrain.config.local_sgd import AMP
 from disttrain.config.overrides import key_of
 from disttrain.config.paths import anchored
 from disttrain.config.schema import Config, StrategyConfig
@@ -26,7 +27,7 @@ from disttrain.texts import flat, typed_value
 from disttrain.train.state import load_weights
 from disttrain.train.trainer import Trainer
 
-_NUMERIC = ("grad_accumulation", "amp")
+_NUMERIC = (ACCUMULATION, AMP)
 """Callbacks that take part in what a forward computes; the others watch a training."""
 
 
@@ -58,7 +59,7 @@ def open_run(run: Path, words: Sequence[str], section: str) -> tuple[Config, Pat
             raise CheckpointError(f"{run} holds no good checkpoint", "callbacks=default, whose checkpoint saves at the end")
         checkpoint = found.folder
     launch = replace(config.launch, world_size=1, device=_device(config, any(key_of(word) == "launch.device" for word in words)))
-    policies = {key: value for key, value in config.callbacks.items() if key in _NUMERIC}
+    policies = {key: value for key, value in config.callbacks.items() if value["_target_"] in _NUMERIC}
     return replace(config, strategy=StrategyConfig(name="single"), launch=launch, callbacks=policies), checkpoint
 
 

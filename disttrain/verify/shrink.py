@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
+from disttrain.config.check import ACCUMULATION, micro_batch_of
 from disttrain.config.schedules import takes
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.sequence import unit_of
@@ -68,8 +69,7 @@ def micro_batches(config: Config) -> tuple[int, int, int]:
     """(samples a micro-batch, micro-batches a step, data ranks)."""
     data = config.strategy.dp_replicate * config.strategy.dp_shard
     local = config.train.global_batch_size // data
-    accumulation: dict[str, Any] = config.callbacks.get("grad_accumulation") or {}
-    micro = min(int(accumulation.get("micro_batch_size", local)), local)
+    micro = min(micro_batch_of(config) or local, local)
     return micro, local // micro, data
 
 
@@ -90,9 +90,7 @@ def tolerance(config: Config) -> float:
 
 def _policies(config: Config, micro_batch_size: int) -> dict[str, Any]:
     """The micro-batch size and precision; nothing else takes part in a step's numbers."""
-    callbacks: dict[str, Any] = {
-        "grad_accumulation": {"_target_": "disttrain.callbacks.grad_accumulation.GradAccumulation", "micro_batch_size": micro_batch_size}
-    }
+    callbacks: dict[str, Any] = {"grad_accumulation": {"_target_": ACCUMULATION, "micro_batch_size": micro_batch_size}}
     if config.verify.dtype in ("bf16", "fp16"):
         callbacks["amp"] = {"_target_": "disttrain.callbacks.amp.AMP", "precision": config.verify.dtype}
     return callbacks

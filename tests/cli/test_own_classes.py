@@ -188,6 +188,13 @@ def test_what_is_typed_for_a_run_that_is_read(capfd: pytest.CaptureFixture[str])
     assert "'prompt=?' has bytes that are no UTF-8" in refused(capfd, "generate", str(run), "prompt=\udcff")
 
 
+def test_a_run_that_is_read_keeps_what_its_forward_computes_with() -> None:
+    """By their classes: under other names too."""
+    named = [f"callbacks.{name}._target_=disttrain.callbacks.{file}" for name, file in (("half", "amp.AMP"), ("times", "jsonl.JSONL"))]
+    assert main([*ALONE, "callbacks=[checkpoint]", *named]) == 0
+    assert list(open_run(newest().path, [], "generate")[0].callbacks) == ["half"]
+
+
 def test_a_layout_typed_at_resume_replaces_the_stored_one(capfd: pytest.CaptureFixture[str]) -> None:
     cut = ["strategy=tensor_parallel", "strategy.sequence_parallel=true", "callbacks=[checkpoint]"]
     assert main([*BARE, *cut]) == 0

@@ -96,3 +96,26 @@ def test_a_size_is_a_number_of_parameters(number: str, capsys: pytest.CaptureFix
 def test_of_two_answers_one_is_given(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "hardware=h100", *words]) == 2
     assert "plan.search=true" in capsys.readouterr().err
+
+
+def test_a_size_needs_neither_model_nor_data(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "hardware=h100", "model=custom", "model._target_=a.B"]
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert "plan knows the shape of disttrain.models.gpt.GPT and not of a.B" in error
+    assert "try: model.parameters=1e9" in error
+    assert cli.main([*words, "model.parameters=1e9"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "callbacks.amp.precision=bf16"),
+        (["callbacks=none"], "callbacks=[none,amp] callbacks.amp.precision=bf16"),
+        (["callbacks=[minimal,monitor]"], "callbacks=[minimal,monitor,amp] callbacks.amp.precision=bf16"),
+    ],
+)
+def test_half_precision_is_named_by_overrides_that_give_it(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *words)
+    assert f"planned with {said}, as one trains on h100; fp32 is planned if asked for" in found["notes"]
+    assert not planned(capsys, *words, *said.split())["notes"]

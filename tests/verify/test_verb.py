@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disttrain.cli import main
+from disttrain.verify.shrink import one_device, shrunk
+from tests import tiny
 
 TINY = [
     "verify",
@@ -56,3 +58,10 @@ def test_local_sgd_says_so_too(capsys: pytest.CaptureFixture[str]) -> None:
     said = " ".join(capsys.readouterr().out.split())
     assert "Not the same training, by design: strategy.sync_every=2. Largest relative drift: gradient " in said
     assert "inf" not in said
+
+
+def test_micro_batches_are_those_of_the_callback_whatever_it_is_called() -> None:
+    accumulation = {"_target_": "disttrain.callbacks.grad_accumulation.GradAccumulation", "micro_batch_size": 1}
+    config, _ = shrunk(tiny.config(dp=2, callbacks={"mine": accumulation}, verify={"shrink": False}))
+    sizes = [[callback["micro_batch_size"] for callback in side.callbacks.values()] for side in (config, one_device(config))]
+    assert sizes == [[1], [2]]
