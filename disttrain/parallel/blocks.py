@@ -28,15 +28,20 @@ def change_blocks(model: nn.Module, options: Options, streams: Streams) -> None:
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The model's repeated blocks that this rank holds, by name; ConfigError for a model that names none."""
     parts = getattr(model, "parts", None)
-    names = () if parts is None else parts().repeated
-    if not names:
+    if parts is None or not parts().repeated:
         why = "does not say which its blocks are (parts())" if parts is None else "has no blocks that repeat (parts().repeated)"
         raise ConfigError(
             f"{class_name(model)} {why}, and strategy.recompute, offload_activations and compile and optimizer=muon work on blocks",
             "strategy.recompute=none strategy.offload_activations=false strategy.compile=false optimizer=adamw",
         )
+    return blocks_named(model)
+
+
+def blocks_named(model: nn.Module) -> dict[str, nn.Module]:
+    """Likewise, and none of a model that names none."""
+    parts = getattr(model, "parts", None)
     held = {name: module for name, module in model.named_modules() if not isinstance(module, Absent)}
-    return {name: held[name] for name in names if name in held}
+    return {name: held[name] for name in (() if parts is None else parts().repeated) if name in held}
 
 
 def class_name(model: nn.Module) -> str:

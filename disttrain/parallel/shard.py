@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from disttrain.errors import ConfigError
 from disttrain.parallel import collectives
-from disttrain.parallel.blocks import blocks_of
+from disttrain.parallel.blocks import blocks_named
 from disttrain.parallel.layout import Layout
 from disttrain.parallel.mesh import Mesh
 from disttrain.parallel.options import Options
@@ -53,7 +53,7 @@ def is_sharded(layout: Layout) -> bool:
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The model's blocks; none for one that names none, which is then one unit."""
-    return list(blocks_of(model).values()) if hasattr(model, "parts") else []
+    return list(blocks_named(model).values())
 
 
 def shard_all(
