@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from disttrain.errors import ConfigError
 from disttrain.models.micro_batch import MicroBatch, each, running, valid_only
 from disttrain.models.task import Task
 from disttrain.parallel.data import GradientSync
@@ -34,7 +35,17 @@ class LossModule(nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
         """Per-sample loss sums [micro], by term."""
-        return dict(self.task.losses(self.outputs(inputs), targets))
+        return self.losses(self.outputs(inputs), targets)
+
+    def losses(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """What the task says of outputs. ConfigError for a mean, which would be taken for a sum of one sample."""
+        terms = dict(self.task.losses(outputs, targets))
+        for name, term in terms.items():
+            if term.dim() != 1 or (isinstance(targets, Tensor) and len(term) != len(targets)):
+                samples = len(targets) if isinstance(targets, Tensor) else "samples"
+                found = f"the task's losses give '{name}' the shape {list(term.shape)}, and a sum for each sample has [{samples}]"
+                raise ConfigError(found, 'reduction="none" in the loss, then the sum over all but the first dimension')
+        return terms
 
     def outputs(self, inputs: Any) -> Any:
         """The model's outputs under the policies' contexts."""
@@ -97,7 +108,7 @@ class Loop:
         for batch in step.micro:
             with running(MicroBatch(batch.valid, unweighted)) as micro:
                 outputs = self.module.outputs(batch.inputs)
-                terms = self.module.task.losses(outputs, batch.targets)
+                terms = self.module.losses(outputs, batch.targets)
             sums.append(torch.stack(micro.sums_with(terms, unweighted)))
             seen.append((outputs, batch.targets, batch.valid))
         return torch.stack(sums).sum(0), seen

@@ -139,7 +139,7 @@ class Pipeline:
         y = self.own[stage](batch.inputs if stage == 0 else x)
         if stage < self.stages.last:
             return _own(y, x)
-        self._now.terms[micro] = terms = self.module.task.losses(y, batch.targets)
+        self._now.terms[micro] = terms = self.module.losses(y, batch.targets)
         return weighted(list(terms.values()), [self._now.weights[term] for term in terms], batch.valid)
 
     def _working(self, action: str, stage: int, micro: int) -> AbstractContextManager[Any]:
@@ -176,7 +176,7 @@ class Pipeline:
             with running(now.micro[index]):
                 outputs = self._chain(batch.inputs)
                 if outputs is not None:
-                    now.terms[index] = self.module.task.losses(outputs, batch.targets)
+                    now.terms[index] = self.module.losses(outputs, batch.targets)
                     seen.append((outputs, batch.targets, batch.valid))
         return torch.stack(now.sums(self.device)).view(len(step.micro), -1).sum(0), seen
 

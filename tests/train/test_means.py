@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from disttrain.data.dataset import Position
+from disttrain.errors import ConfigError
 from disttrain.launch.place import Place
 from disttrain.launch.world import run_world
+from disttrain.models.task import Classification
+from disttrain.parallel.loop import LossModule
 from disttrain.train.batch import train_positions
 from disttrain.train.trainer import Trainer
 from tests import tiny
@@ -171,3 +174,16 @@ def test_each_validation_sample_counts_once_on_any_number_of_ranks() -> None:
             assert count == 21 * tiny.CONTEXT
             assert loss == pytest.approx(wanted, rel=1e-14)
             assert perplexity == pytest.approx(math.exp(wanted), rel=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1)])
+def test_a_task_that_gives_a_mean_is_told_so(shape: tuple[int, ...]) -> None:
+    """One number for all samples would be taken for the sum of one."""
+
+    class Mean(Classification):
+        def losses(self, outputs, targets):
+            return {"loss": super().losses(outputs, targets)["loss"].mean().expand(shape)}
+
+    module = LossModule(nn.Linear(3, 2), Mean())
+    with pytest.raises(ConfigError, match=r"'loss' the shape \[.*\], and a sum for each sample has \[4\]"):
+        module(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))
