@@ -25,7 +25,7 @@ def foresee(config: Config) -> Config:
     if config.model.get("_target_") != GPT:
         return config
     settled = settle(config)
-    if settled.notes:
+    if settled.changes:
         return config  # the check lets through what plan reads otherwise: better no prediction than one of another layout
     hardware = resolve(config.hardware, settled.case.layout.world // settled.nodes)
     plan = make(settled.case, hardware, Constants())
@@ -49,8 +49,8 @@ def check_fit(plan: Plan, config: Config) -> None:
     from disttrain.plan.verb import nearest
 
     hardware: HardwareConfig = replace(plan.hardware, memory_gib=has / GIB)
-    fitting = nearest(replace(plan, hardware=hardware), Constants())
+    fitting = nearest(replace(plan, hardware=hardware), config, Constants())
     needs = f"the fullest rank of this layout needs {show_bytes(plan.peak_bytes)}, and its device has {show_bytes(has)}"
     if not fitting.fits:
         raise ConfigError(f"{needs}; no layout on {plan.case.layout.world} ranks fits", "plan.force=true, to try all the same")
-    raise ConfigError(f"{needs} (plan.force=true tries all the same)", " ".join(overrides(fitting.case)))
+    raise ConfigError(f"{needs} (plan.force=true tries all the same)", " ".join(overrides(config, fitting.case)))

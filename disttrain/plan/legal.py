@@ -15,7 +15,8 @@ from disttrain.config.schedules import needs, stages_a_rank, takes
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.sequence import lengths, tokens_multiple_of
 from disttrain.config.world import DEGREES, divisors, shares_rows
-from disttrain.plan.case import Layout, Shape
+from disttrain.plan.case import Layout
+from disttrain.plan.shape import Shape
 
 LITTLE = 0.25
 """Share of a global batch by which it may be changed to hold whole micro-batches."""

@@ -7,6 +7,7 @@ counted from what a block keeps for its backward, with grouped queries, gated fe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from disttrain.plan import own, pipeline, tensors
 from disttrain.plan.case import Case
@@ -65,7 +66,7 @@ def input_bytes(case: Case) -> float:
 
 def activation_bytes(case: Case, stage: int) -> float:
     """What the layers of pipeline rank `stage` keep of every micro-batch in flight."""
-    layout, kept = case.layout, case.layout.recompute.kept
+    layout, kept = case.layout, case.layout.kept
     sparse = [case.shape.has_experts(layer) for layer in pipeline.blocks_of(case)[stage]]
     whole = sum(sparse.count(kind) * layer_bytes(case, kind) for kind in set(sparse))
     flying = pipeline.in_flight(layout.schedule, layout.pp, layout.virtual, case.micro_batches, stage)
@@ -89,13 +90,18 @@ def memory(case: Case, stage: int) -> Memory:
         shared = (parameters - experts) / layout.sharing + experts / max(1.0, layout.sharing / layout.ep)
         head, workspace = _peak(case, stage, parameters, shared)
     gradients = numbers.gradient * (shared if layout.zero >= 2 else parameters)
+    weights = numbers.weight * (shared if layout.zero == 3 else parameters)
+    states = numbers.state * (shared if layout.zero >= 1 else parameters) + counters
+    if layout.offload:  # shares rest in host memory
+        weights, states = 0.0 if layout.zero == 3 else weights, 0.0
+        gradients = 0.0 if layout.zero >= 2 else gradients
     if case.software.own:
         each = (activation_bytes(case, stage) + own.rounded_bytes(case, stage)) / max(1.0, own.flying(case, stage))
         gradients = own.gradients_there(case, stage, gradients, each + head)
     return Memory(
-        weights=numbers.weight * (shared if layout.zero == 3 else parameters),
+        weights=weights,
         gradients=gradients,
-        optimizer=numbers.state * (shared if layout.zero >= 1 else parameters) + counters,
+        optimizer=states,
         activations=activation_bytes(case, stage),
         head=head,
         workspace=workspace,
@@ -106,14 +112,14 @@ def _peak(case: Case, stage: int, parameters: float, shared: float) -> tuple[flo
     """(head, workspace) of a program of others."""
     layout, numbers, shape = case.layout, case.numbers, case.shape
     ends = parameters - pipeline.layers_of(case)[stage] * layer_share(case)
-    copies = ends + (parameters - ends) * (layout.recompute.kept or 1.0 / max(1, pipeline.layers_of(case)[stage]))
-    head, workspace = 0.0, numbers.gathered * copies + numbers.shard_beside * shared
+    copies = ends + (parameters - ends) * (layout.kept or 1.0 / max(1, pipeline.layers_of(case)[stage]))
+    head, workspace = 0.0, numbers.gathered * copies
     if pipeline.holds_head(case, stage):
         vocab = shape.vocab / layout.tp
         head = numbers.logit * case.tokens * vocab + numbers.gradient * vocab * shape.hidden
     if layout.zero == 3 and layout.sharing > 1:  # two layers' weights and one's gradients at a time; the ends' weights all along
         workspace += layer_share(case) * (2 * numbers.wire_weight + numbers.wire_gradient) + ends * numbers.wire_weight
-    if layout.recompute.kept < 1.0:
+    if layout.kept < 1.0:
         workspace += layer_bytes(case, shape.experts > 0)
     return head, workspace
 
@@ -126,14 +132,24 @@ def _own_peak(case: Case, stage: int, shared: float) -> tuple[float, float]:
     at_block = max((_block_backward(case, kind, block) for kind, block in held.kinds.items()), default=0.0)
     gathered = max((_gathered(case, block) for block in held.kinds.values()), default=0.0)
     ends = numbers.weight * _gathered(case, [*held.first, *held.last])
-    always = own.rounded_bytes(case, stage) + own.waiting_bytes(case, stage) + numbers.shard_beside * shared
+    always = own.rounded_bytes(case, stage) + own.waiting_bytes(case, stage)
+    if case.layout.compression == "powersgd" and case.layout.data * case.layout.cp > 1:
+        always += numbers.gradient * held.total(partial(_remembered, rank=case.layout.compression_rank))
+    if case.layout.shares_rows and case.layout.zero < 3 and not case.layout.offload:  # beside whole weights, the shares
+        always += numbers.weight * shared
     larger = ends + max(head + numbers.weight * gathered, at_block)
     return min(head, larger), always + larger - min(head, larger)
 
 
+def _remembered(one: tensors.Held, rank: int) -> int:
+    """Elements that PowerSGD keeps of a parameter from step to step: what it lost, and Q."""
+    _, columns = one.low_rank(rank)
+    return one.size + columns if columns else 0
+
+
 def _block_backward(case: Case, is_sparse: bool, block: list[tensors.Held]) -> float:
     """What the backward of a block with experts or without holds; gathered, two blocks' weights and its gradients besides."""
-    numbers, kept, gathered = case.numbers, case.layout.recompute.kept, _gathered(case, block)
+    numbers, kept, gathered = case.numbers, case.layout.kept, _gathered(case, block)
     found = own.layer_backward_bytes(case, is_sparse) + (own.recomputed_bytes(case, is_sparse) if kept < 1.0 else 0.0)
     summed = numbers.gradient * gathered - kept * own.layer_bytes(case, is_sparse)  # by then what the block kept is gone
     return found + 2 * numbers.weight * gathered + max(0.0, summed)

@@ -96,7 +96,7 @@ def rounded_bytes(case: Case, stage: int) -> float:
     layout, held = case.layout, tensors.of_rank(case, stage)
     in_blocks = [sum(one.size for one in block if len(one.shape) > 1) for block in held.blocks]
     head = case.shape.head_parameters / layout.tp if held.last else 0.0
-    kept = layout.recompute.kept
+    kept = layout.kept
     rounded = flying(case, stage) * kept * sum(in_blocks) + (1.0 - kept) * max(in_blocks, default=0)
     return case.numbers.gathered * (rounded + head)
 

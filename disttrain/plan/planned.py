@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from disttrain.config.schema import HardwareConfig
+from disttrain.config.callbacks import key_of
+from disttrain.config.check import ACCUMULATION, check_layout, micro_batch_of
+from disttrain.config.schema import Config, HardwareConfig
+from disttrain.config.typed import show
+from disttrain.errors import ConfigError
 from disttrain.plan import pipeline
-from disttrain.plan.case import V_SHAPED, Case
+from disttrain.plan.case import Case
 from disttrain.plan.closed import Closed, Seconds, lacking
 from disttrain.plan.constants import Constants
 from disttrain.plan.memory import GIB, Memory, memory
 from disttrain.plan.network import WIRE, Span
+from disttrain.plan.settle import laid_out
 from disttrain.plan.traffic import Traffic, traffic
 
 USABLE = 0.94
@@ -167,25 +172,26 @@ def predicted(plan: Plan) -> dict[str, float]:
     return found
 
 
-def overrides(case: Case) -> list[str]:
-    """The words that ask for this layout."""
-    layout = case.layout
-    words = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
-    found = [f"strategy.{name}={degree}" for name, degree in words.items() if degree > 1]
-    if layout.zero or layout.dp_shard > 1:
-        found.append(f"strategy.zero={layout.zero}")
-    if layout.ep > 1:
-        found.append(f"strategy.ep={layout.ep}")
-    if layout.sequence_parallel:
-        found.append("strategy.sequence_parallel=true")
-    if layout.pp > 1:
-        found.append(f"strategy.schedule={layout.schedule}")
-        if layout.virtual > 1 and layout.schedule not in V_SHAPED:
-            found.append(f"strategy.virtual_stages={layout.virtual}")
-    if layout.recompute.gemm >= 1:
-        found.append("strategy.recompute=full")
-    elif layout.recompute.gemm > 0:
-        found += ["strategy.recompute=full", f"strategy.recompute_every={round(1 / layout.recompute.gemm)}"]
-    elif layout.recompute.memory:
-        found.append("strategy.recompute=selective")
-    return [*found, f"callbacks.grad_accumulation.micro_batch_size={layout.micro_batch}"]
+def allows(config: Config, case: Case) -> bool:
+    """Whether a training of this config may be laid out so."""
+    if micro_batch_of(config) is None and case.micro_batches > 1:
+        return False
+    try:
+        check_layout(laid_out(config, case))
+    except ConfigError:
+        return False
+    return True
+
+
+def overrides(config: Config, case: Case) -> list[str]:
+    """The words that ask for this layout and batch behind a command that made this config."""
+    wanted = laid_out(config, case)
+    found = [f"strategy.{name}={show(value)}" for name, value in vars(wanted.strategy).items() if value != getattr(config.strategy, name)]
+    found += [f"model.{name}={value}" for name, value in wanted.model.items() if value != config.model[name]]
+    if micro_batch_of(config) not in (None, case.layout.micro_batch):
+        found.append(f"callbacks.{key_of(config, ACCUMULATION)}.micro_batch_size={case.layout.micro_batch}")
+    if config.train.global_batch_size != case.global_batch:
+        found.append(f"train.global_batch_size={case.global_batch}")
+    if config.launch.world_size not in ("auto", case.layout.world):
+        found.append(f"launch.world_size={case.layout.world}")
+    return found

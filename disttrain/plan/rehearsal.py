@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from disttrain.config.callbacks import key_of
 from disttrain.config.check import ACCUMULATION
 from disttrain.config.local_sgd import AMP
 from disttrain.config.schedules import takes
@@ -17,7 +18,8 @@ from disttrain.errors import ConfigError
 from disttrain.launch.local import Supervisor, choose_start_method, import_warm
 from disttrain.launch.place import Place
 from disttrain.plan import pipeline
-from disttrain.plan.case import V_SHAPED, Case
+from disttrain.plan.case import Case
+from disttrain.plan.settle import laid_out
 
 if TYPE_CHECKING:
     from disttrain.plan.dry import Counts
@@ -60,7 +62,7 @@ def rehearse(config: Config, case: Case) -> Rehearsal:
     if config.strategy.deepspeed is not None:
         raise ConfigError("DeepSpeed's engine allocates and talks by itself, out of sight of a dry run", "plan.dry=false, or strategy=fsdp")
     started = time.monotonic()
-    config, layout = laid_out(config, case), case.layout
+    config, layout = prepared(config, case), case.layout
     numbers = tuple(micro_batches_run(layout.schedule if layout.pp > 1 else "", layout.pp, case.micro_batches))
     tasks = [(stage * (layout.world // layout.pp), number) for stage in kinds(case) for number in numbers]
     method = choose_start_method("auto")
@@ -134,33 +136,13 @@ def further(few: Counts, more: Counts, number: int) -> Counts:
     )
 
 
-def laid_out(config: Config, case: Case) -> Config:
-    """The config with the case's layout, batch and precision, as a training would be asked for them."""
-    layout = case.layout
-    degrees = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "sequence_parallel")}
-    virtual = layout.virtual if layout.pp > 1 and layout.schedule not in V_SHAPED and layout.virtual > 1 else None
-    again = layout.recompute
-    every = max(1, round(1 / again.gemm)) if again.gemm else 1
-    strategy = replace(
-        config.strategy,
-        **degrees,
-        zero=cast(Any, layout.zero),
-        schedule=cast(Any, layout.schedule),
-        virtual_stages=virtual,
-        recompute="full" if again.gemm else "selective" if again.memory else "none",
-        recompute_every=every if again.gemm else config.strategy.recompute_every,
-    )
-    accumulation = {"_target_": ACCUMULATION, "micro_batch_size": layout.micro_batch}
-    policies = {key: value for key, value in config.callbacks.items() if value.get("_target_") not in (ACCUMULATION, AMP)}
-    policies |= {"grad_accumulation": accumulation}
-    asked = next((value for value in config.callbacks.values() if value.get("_target_") == AMP), None)
+def prepared(config: Config, case: Case) -> Config:
+    """The config with the case's layout, batch and precision, on processors."""
+    config = laid_out(config, case)
+    callbacks = {key: value for key, value in config.callbacks.items() if value.get("_target_") != AMP}
+    if key_of(config, ACCUMULATION) is None:
+        callbacks["grad_accumulation"] = {"_target_": ACCUMULATION, "micro_batch_size": case.layout.micro_batch}
     if case.software.precision == "bf16":
-        given = dict(asked or {"_target_": AMP})
-        policies |= {"amp": given | {"precision": "fp16" if given.get("precision") == "fp16" else "bf16"}}
-    return replace(
-        config,
-        strategy=strategy,
-        callbacks=policies,
-        train=replace(config.train, global_batch_size=case.global_batch),
-        launch=replace(config.launch, world_size=layout.world, device="cpu"),
-    )
+        asked = next((value for value in config.callbacks.values() if value.get("_target_") == AMP), {"_target_": AMP})
+        callbacks["amp"] = asked | {"precision": "fp16" if asked.get("precision") == "fp16" else "bf16"}
+    return replace(config, callbacks=callbacks, launch=replace(config.launch, device="cpu"))

@@ -8,19 +8,20 @@ the least that fits. A layout that does not fit is dropped before it is timed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from disttrain.config.schedules import takes
 from disttrain.config.schema import HardwareConfig
 from disttrain.config.sequence import tokens_multiple_of
 from disttrain.config.world import divisors
-from disttrain.plan.case import FULL, NONE, SPLIT_BACKWARD, Case, Layout, Shape, every
+from disttrain.plan.case import FULL, NONE, SPLIT_BACKWARD, Case, Layout, every
 from disttrain.plan.closed import Closed, lacking
 from disttrain.plan.constants import Constants
 from disttrain.plan.memory import GIB, fullest
 from disttrain.plan.planned import USABLE
 from disttrain.plan.settle import OWN_TENSOR_EXPOSED, blocks_of
+from disttrain.plan.shape import Shape
 
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
 RECOMPUTE = (NONE, every(0.5), FULL)
@@ -48,16 +49,20 @@ class Search:
     """Peak of the layout that needs least, of all that were tried."""
 
 
-def search(case: Case, world: int, hardware: HardwareConfig, constants: Constants, top: int = 10) -> Search:
+def search(
+    case: Case, world: int, hardware: HardwareConfig, constants: Constants, top: int = 10, allows: Callable[[Case], bool] | None = None
+) -> Search:
     """Rank the layouts of `case`'s model and batch on `world` ranks. Of each product of degrees, the best of its variants is kept.
 
-    Where the hardware's rates are not known, all take no time.
+    `allows`: whether a training would take one. Where the hardware's rates are not known, all take no time.
     """
     limit = hardware.memory_gib * GIB * USABLE if hardware.memory_gib else float("inf")
     best: dict[tuple[int, ...], Found] = {}
     tried, fitting, least = 0, 0, float("inf")
     is_timed = lacking(case, hardware) is None
     for layout in layouts(case, world):
+        if allows is not None and not allows(with_layout(case, layout)):
+            continue
         for recompute in RECOMPUTE:
             one = with_layout(case, replace(layout, recompute=recompute))
             tried += 1
@@ -75,12 +80,10 @@ def search(case: Case, world: int, hardware: HardwareConfig, constants: Constant
 
 
 def with_layout(case: Case, layout: Layout) -> Case:
-    """The case cut otherwise; what its software hides and holds follows the layout."""
+    """The case cut otherwise; what its software hides follows the layout."""
     splits = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
     software = replace(case.software, tensor_exposed=1.0 if splits else OWN_TENSOR_EXPOSED)
-    beside = case.numbers.weight if layout.zero in (1, 2) else 0.0
-    numbers = case.numbers if case.numbers.shard_beside == beside else replace(case.numbers, shard_beside=beside)
-    return replace(case, layout=layout, software=software, numbers=numbers)
+    return replace(case, layout=layout, software=software)
 
 
 def layouts(case: Case, world: int) -> Iterator[Layout]:
@@ -95,9 +98,10 @@ def layouts(case: Case, world: int) -> Iterator[Layout]:
                     continue
                 data = world // (tp * pp * cp)
                 if case.global_batch % data == 0:
-                    yield from _variants(
-                        case, Layout(tp=tp, pp=pp, cp=cp, dp_replicate=data, sequence_parallel=tp > 1, share_context=False)
-                    )
+                    attention = case.layout.attention if cp > 1 else "gather"
+                    whole = replace(case.layout, dp_shard=1, ep=1, zero=0, recompute=NONE, share_context=False)
+                    degrees = replace(whole, tp=tp, pp=pp, cp=cp, dp_replicate=data)  # the rest stays as asked for
+                    yield from _variants(case, replace(degrees, sequence_parallel=tp > 1, attention=attention))
 
 
 def _tensor_degrees(shape: Shape, world: int) -> list[int]:
@@ -113,7 +117,8 @@ def _variants(case: Case, layout: Layout) -> Iterator[Layout]:
                 if not _takes(schedule, virtual, local // micro, layout.pp, case.shape.layers):
                     continue
                 blocks = blocks_of(case.shape, schedule, layout.pp, virtual)
-                yield replace(data, micro_batch=micro, schedule=schedule, virtual=virtual, blocks=blocks)
+                offload = case.layout.offload and data.shares_rows
+                yield replace(data, micro_batch=micro, schedule=schedule, virtual=virtual, blocks=blocks, offload=offload)
 
 
 def _data_axes(layout: Layout, experts: int) -> Iterator[Layout]:

@@ -8,19 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
+from disttrain.config.callbacks import key_of
+from disttrain.config.check import ACCUMULATION
 from disttrain.config.local_sgd import AMP
 from disttrain.config.schedules import holders, stages_a_rank
 from disttrain.config.schema import Config, StrategyConfig
 from disttrain.config.split import balanced_starts
+from disttrain.config.world import DEGREES, shares_rows
 from disttrain.errors import ConfigError
 from disttrain.plan import legal
-from disttrain.plan.case import FULL, NONE, SPLIT_BACKWARD, Case, Layout, Numbers, Recompute, Shape, Software, every
+from disttrain.plan.case import FULL, NONE, SPLIT_BACKWARD, Case, Layout, Numbers, Recompute, Software, every
+from disttrain.plan.shape import Shape
 
 GPT = "disttrain.models.gpt.GPT"
-SELECTIVE = Recompute(0.0, 0.0, 1.0, 0.6)
-"""All but matrix products and attention runs again: norms' outputs and activations are not kept."""
+DROPPED = 0.4
+"""Share of a block's activations that selective recomputation does not keep: outputs of norms, activations."""
 OWN_TENSOR_EXPOSED = 0.75
 """Of our tensor-parallel collectives, half of backward's run beside the weights' gradient; not where a schedule splits the two."""
 STATES = {"AdamW": 8.0, "Adam": 8.0, "Adagrad": 4.0}
@@ -29,29 +33,35 @@ STATES = {"AdamW": 8.0, "Adam": 8.0, "Adagrad": 4.0}
 
 @dataclass
 class Settled:
-    """A case that is legal, on how many machines, and what was changed to make it so."""
+    """A case that is legal, on how many machines, what was changed to make it so, and what else is to be said of it."""
 
     case: Case
     nodes: int
-    notes: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """All of both."""
+        return [*self.changes, *self.remarks]
 
 
 def settle(config: Config, precision: str | None = None) -> Settled:
     """The case of a config. ConfigError for a model whose shape is not known. `precision` stands in for callbacks.amp's."""
-    notes: list[str] = []
-    model = legal.whole_heads(config.model, notes)
+    changes: list[str] = []
+    model = legal.whole_heads(config.model, changes)
     shape = shape_of(model)
     precision = precision or precision_of(config)
-    strategy = legal.degrees(config, shape, notes)
+    strategy = legal.degrees(config, shape, changes)
     if strategy.deepspeed is not None:
-        strategy = legal.like(strategy, notes)
+        strategy = legal.like(strategy, changes)
     length = int(config.dataset.get("context") or config.model.get("max_seq_len") or 1)
-    layout, batch = legal.whole_batch(config, layout_of(strategy, shape), notes)
+    layout, batch = legal.whole_batch(config, layout_of(strategy, shape), changes)
     software = software_of(strategy, model, precision)
-    if strategy.offload or strategy.offload_activations:
-        notes.append("what waits in host memory is left out of the device's; the time that it takes on its way is not reckoned")
     case = Case(shape, layout, length, batch, numbers_of(config, layout, precision), software)
-    return Settled(case, legal.num_nodes(config, layout.world, notes), notes)
+    waits = "what waits in host memory is left out of the device's; the time that it takes on its way is not reckoned"
+    remarks = [waits] if layout.offload or layout.offload_activations else []
+    return Settled(case, legal.num_nodes(config, layout.world, changes), changes, remarks)
 
 
 def shape_of(model: Mapping[str, Any]) -> Shape:
@@ -136,15 +146,13 @@ def numbers_of(config: Config, layout: Layout, precision: str) -> Numbers:
         state += whole * kept
     half = precision in ("bf16", "fp16") and whole == 4.0
     sent = 2.0 if strategy.compression in ("bf16", "fp16") and not layout.zero else whole
-    on_device = 0.0 if strategy.offload and layout.zero else 1.0
     return Numbers(
-        weight=whole * (on_device if layout.zero == 3 else 1.0),
-        gradient=whole * (on_device if layout.zero >= 2 else 1.0),
-        state=state * on_device,
+        weight=whole,
+        gradient=whole,
+        state=state,
         compute=2.0 if half else whole,
         stream=whole,
         gathered=2.0 if half else 0.0,
-        shard_beside=whole * on_device if layout.zero in (1, 2) else 0.0,
         wire_weight=2.0 if strategy.gather_dtype == "bf16" else whole,
         wire_gradient=sent,
         logit=6.0 if half else 2 * whole,
@@ -167,10 +175,9 @@ def software_of(strategy: StrategyConfig, model: Mapping[str, Any], precision: s
 def layout_of(strategy: StrategyConfig, shape: Shape) -> Layout:
     """The layout of a strategy whose degrees are settled."""
     gap = strategy.recompute_every
-    recompute = {"none": NONE, "full": FULL if gap == 1 else every(1.0 / gap), "selective": SELECTIVE}[strategy.recompute]
+    selective = Recompute(0.0, 0.0, 1.0 / gap, 1.0 - DROPPED / gap)
+    recompute = {"none": NONE, "full": FULL if gap == 1 else every(1.0 / gap), "selective": selective}[strategy.recompute]
     virtual = stages_a_rank(strategy.schedule, strategy.virtual_stages) if strategy.pp > 1 else 1
-    if strategy.offload_activations:
-        recompute = replace(recompute, kept=0.0)
     return Layout(
         dp_replicate=strategy.dp_replicate,
         dp_shard=strategy.dp_shard,
@@ -180,15 +187,58 @@ def layout_of(strategy: StrategyConfig, shape: Shape) -> Layout:
         ep=strategy.ep,
         zero=strategy.zero if strategy.dp_shard > 1 else 0,
         sequence_parallel=strategy.sequence_parallel,
-        schedule=strategy.schedule,
+        schedule=strategy.schedule if strategy.pp > 1 else "1f1b",
         virtual=virtual,
         recompute=recompute,
         blocks=blocks_of(shape, strategy.schedule, strategy.pp, virtual, strategy.stage_split),
         share_context=False,
-        attention=strategy.attention,
+        attention=strategy.attention if strategy.cp > 1 else "gather",
         loss_chunk=strategy.loss_chunk is not None,
         bucket_size=strategy.bucket_size,
         sync_every=strategy.sync_every if strategy.dp_replicate > 1 else 1,
+        compression=strategy.compression,
+        compression_rank=strategy.compression_rank,
+        offload=strategy.offload and shares_rows(strategy),
+        offload_activations=strategy.offload_activations,
+    )
+
+
+def strategy_of(layout: Layout, strategy: StrategyConfig, shape: Shape) -> StrategyConfig:
+    """The strategy that gives this layout: `strategy`, with as little changed as can be. What belongs to an axis goes with it."""
+    again, pipes = layout.recompute, layout.pp > 1
+    share = again.gemm or again.memory
+    least = stages_a_rank(layout.schedule, None)
+    asked = strategy.virtual_stages or least
+    virtual = strategy.virtual_stages if asked == layout.virtual else layout.virtual if layout.virtual != least else None
+    named = layout.blocks == blocks_of(shape, layout.schedule, layout.pp, layout.virtual, strategy.stage_split)
+    return replace(
+        strategy,
+        **{name: getattr(layout, name) for name in (*DEGREES, "ep", "sequence_parallel")},
+        zero=cast(Any, layout.zero) if layout.dp_shard > 1 else strategy.zero,
+        gather_dtype=strategy.gather_dtype if layout.shares_rows else "weights",
+        offload=layout.offload,
+        attention=cast(Any, layout.attention) if layout.cp > 1 else "gather",
+        schedule=cast(Any, layout.schedule) if pipes else strategy.schedule,
+        virtual_stages=virtual if pipes else None,
+        stage_split=strategy.stage_split if pipes and named else [],
+        recompute="full" if again.gemm else "selective" if again.memory else "none",
+        recompute_every=round(1 / share) if share else strategy.recompute_every,
+        deepspeed=None,
+    )
+
+
+def laid_out(config: Config, case: Case) -> Config:
+    """The config with the case's layout, batch and ranks, and its micro-batch where a callback takes one."""
+    key, callbacks = key_of(config, ACCUMULATION), dict(config.callbacks)
+    if key is not None:
+        callbacks[key] = callbacks[key] | {"micro_batch_size": case.layout.micro_batch}
+    return replace(
+        config,
+        model=legal.whole_heads(config.model, []),
+        strategy=strategy_of(case.layout, config.strategy, case.shape),
+        callbacks=callbacks,
+        train=replace(config.train, global_batch_size=case.global_batch),
+        launch=replace(config.launch, world_size=case.layout.world),
     )
 
 

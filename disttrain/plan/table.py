@@ -12,7 +12,7 @@ from disttrain.plan.closed import CONTEXT_HIDDEN, OPERANDS, STEP_OVERHEAD
 from disttrain.plan.constants import Constants
 from disttrain.plan.devices import CPU
 from disttrain.plan.memory import GIB
-from disttrain.plan.planned import USABLE, Plan, overrides
+from disttrain.plan.planned import USABLE, Plan
 from disttrain.plan.search import Found, Search
 from disttrain.plan.walls import budget, show_bytes, show_count, show_days
 
@@ -209,14 +209,14 @@ def assumptions(plan: Plan, constants: Constants) -> list[str]:
     return facts(rows)
 
 
-def search_table(found: Search) -> list[str]:
+def search_table(found: Search, words: Sequence[str]) -> list[str]:
     """The best layouts, and how to ask for the best."""
     rows = [_search_row(number, one) for number, one in enumerate(found.best, 1)]
     return [
         *columns(rows, (" #  layout", "micro", "step", "tokens/s", "memory")),
         "",
         "The first is asked for with:",
-        *textwrap.wrap(" ".join(overrides(found.best[0].case)), width(), break_long_words=False, break_on_hyphens=False),
+        *textwrap.wrap(" ".join(words), width(), break_long_words=False, break_on_hyphens=False),
     ]
 
 

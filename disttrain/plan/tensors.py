@@ -31,6 +31,12 @@ class Held:
         each = -(-self.shape[0] // ranks)
         return max(0, min(each, self.shape[0] - index * each)) * math.prod(self.shape[1:])
 
+    def low_rank(self, rank: int) -> tuple[int, int]:
+        """Elements of P and of Q, by which PowerSGD approximates a matrix; none where it would not shrink (`parallel/compress.py`)."""
+        rows = self.shape[0] if len(self.shape) > 1 else 1
+        columns = self.size // rows if len(self.shape) > 1 else 1
+        return (rank * rows, rank * columns) if rank * (rows + columns) < rows * columns else (0, 0)
+
     def padded(self, ranks: int) -> int:
         """Elements, rows filled up to a multiple of `ranks`."""
         return -(-self.shape[0] // ranks) * ranks * math.prod(self.shape[1:])
@@ -97,15 +103,17 @@ def of_rank(case: Case, stage: int) -> OfRank:
     return OfRank(table, sparse, {kind: block(case, kind) for kind in sorted(set(sparse))}, last(case) if is_last else [])
 
 
-def buckets(parameters: Sequence[Held], num_bytes: float, bucket_size: float) -> int:
+def buckets(parameters: Sequence[Held], num_bytes: float, bucket_size: float) -> list[list[Held]]:
     """Buckets of `bucket_size` MiB that gradients of `num_bytes` an element travel in: as `parallel.data` groups them, from the last on."""
-    count, room = 0, 0.0
+    found: list[list[Held]] = []
+    room = 0.0
     for one in reversed(parameters):
         if one.size * num_bytes > room:
-            count += 1
-            room = min(MEBIBYTE, bucket_size * MEBIBYTE) if count == 1 else bucket_size * MEBIBYTE
+            found.append([])
+            room = min(MEBIBYTE, bucket_size * MEBIBYTE) if len(found) == 1 else bucket_size * MEBIBYTE
+        found[-1].append(one)
         room -= one.size * num_bytes
-    return count
+    return found
 
 
 def _norm(case: Case) -> list[Held]:

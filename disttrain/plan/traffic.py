@@ -8,12 +8,13 @@ The formulas stand in the files of `parallel/`; a dry run, and a run, count the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from disttrain.config.schedules import SCHEDULES, holders
 from disttrain.plan import pipeline, tensors
-from disttrain.plan.case import SPLIT_BACKWARD, V_SHAPED, Case
+from disttrain.plan.case import SPLIT_BACKWARD, V_SHAPED, Case, Layout
+from disttrain.plan.tensors import Held
 
 Traffic = dict[str, dict[str, tuple[float, float]]]
 """{axis: {collective: (calls, bytes of the whole tensors)}} of one rank and step."""
@@ -158,12 +159,22 @@ def _data(book: Book, case: Case, stage: int) -> None:
         ("grad", layout.data * layout.cp, whole),
         ("grad_beside_ep", layout.data * layout.cp // layout.ep, experts),
     ):
-        if ranks > 1 and summed:
-            calls = tensors.buckets(summed, numbers.gradient, layout.bucket_size)
-            book.add(axis, "all_reduce", calls, numbers.wire_gradient * sum(one.size for one in summed) / calls)
+        if ranks > 1:
+            for bucket in tensors.buckets(summed, numbers.gradient, layout.bucket_size):
+                for elements in sums_of(bucket, layout):
+                    book.add(axis, "all_reduce", 1, numbers.wire_gradient * elements)
     if shares:
         units = [[one for one in unit if not (beside and one.is_expert)] for unit in held.units]
         _shards(book, case, [sum(one.padded(layout.dp_shard) for one in unit) for unit in units])
+
+
+def sums_of(bucket: Sequence[Held], layout: Layout) -> list[int]:
+    """Elements of each sum that a bucket takes: one of all; by PowerSGD one of every P and what stays whole, and one of every Q."""
+    if layout.compression != "powersgd":
+        return [sum(one.size for one in bucket)]
+    low = [one.low_rank(layout.compression_rank) for one in bucket]
+    first = sum(p or one.size for one, (p, _) in zip(bucket, low, strict=True))
+    return [first, *([second] if (second := sum(q for _, q in low)) else [])]
 
 
 def _shards(book: Book, case: Case, sizes: list[int]) -> None:

@@ -6,10 +6,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from disttrain.config.callbacks import key_of
-from disttrain.config.check import check_numbers
+from disttrain.config.check import check_layout, check_numbers
 from disttrain.config.local_sgd import AMP
 from disttrain.config.schema import Config, HardwareConfig
 from disttrain.config.world import nearest_multiple
@@ -19,9 +20,9 @@ from disttrain.plan.closed import lacking
 from disttrain.plan.constants import Constants
 from disttrain.plan.devices import AUTO, CPU, preset, resolve
 from disttrain.plan.memory import GIB
-from disttrain.plan.planned import Plan, make, overrides
+from disttrain.plan.planned import Plan, allows, make, overrides
 from disttrain.plan.search import Search, search
-from disttrain.plan.settle import GPT, precision_of, settle, unknown_shape
+from disttrain.plan.settle import GPT, laid_out, precision_of, settle, unknown_shape
 
 if TYPE_CHECKING:
     from disttrain.plan.rehearsal import Rehearsal
@@ -69,13 +70,12 @@ def main(config: Config, parameters: float | None, typed: Sequence[str]) -> int:
     constants = Constants()
     precision, said = _precision(config, hardware, typed)
     settled = settle(config, precision)
-    settled.notes[:0] = said
     hardware = resolve(config.hardware, settled.case.layout.world // settled.nodes)
-    plan = make(settled.case, hardware, constants, settled.notes)
+    plan = make(settled.case, hardware, constants, [*said, *settled.notes])
     if config.plan.search:
         return _search(config, plan, constants)
     if not plan.fits and not config.plan.force:
-        plan = nearest(plan, constants)
+        plan = nearest(plan, config, constants)
     counted = _rehearsed(config, plan)
     if config.plan.json:
         print(json.dumps(plan.to_json(config.plan.tokens) | ({} if counted is None else {"dry_run": counted.to_json()}), indent=2))
@@ -152,9 +152,9 @@ def text(plan: Plan, constants: Constants, tokens: float | None, counted: Rehear
     return [*lines, *table.title("Assumed"), *table.assumptions(plan, constants)]
 
 
-def nearest(plan: Plan, constants: Constants) -> Plan:
+def nearest(plan: Plan, config: Config, constants: Constants) -> Plan:
     """The layout that fits and keeps most of what was asked for; the plan itself, with a word, where none fits."""
-    found = search(plan.case, plan.case.layout.world, plan.hardware, constants, top=10_000)
+    found = search(plan.case, plan.case.layout.world, plan.hardware, constants, 10_000, partial(allows, config))
     needs = f"{table.layout_words(plan.case)} needs {walls.show_bytes(plan.peak_bytes)} a rank"
     before = f"{needs} and a device has {walls.show_bytes(plan.hardware.memory_gib * GIB)}"
     if not found.num_tried:
@@ -167,7 +167,7 @@ def nearest(plan: Plan, constants: Constants) -> Plan:
     asked = plan.case.layout
     degrees = ("tp", "pp", "cp", "zero", "dp_shard", "dp_replicate")
     kept = max(found.best, key=lambda one: (sum(getattr(one.case.layout, name) == getattr(asked, name) for name in degrees), -one.seconds))
-    word = f"{before}; planned is the nearest that fits: {' '.join(overrides(kept.case))}"
+    word = f"{before}; planned is the nearest that fits: {' '.join(overrides(config, kept.case))}"
     return make(kept.case, plan.hardware, constants, [*plan.notes, word])
 
 
@@ -186,8 +186,9 @@ def _search(config: Config, plan: Plan, constants: Constants) -> int:
     missing = lacking(plan.case, hardware)
     if missing is not None:
         raise ConfigError(f"a search needs rates, and hardware.{missing} of {hardware.name} is not known", "hardware=h100")
-    found = search(plan.case, world, hardware, constants, config.plan.top)
+    found = search(plan.case, world, hardware, constants, config.plan.top, partial(allows, config))
     if not found.num_tried:
+        check_layout(laid_out(config, plan.case))
         raise ConfigError(_untried(plan), _dividing(plan))
     if not found.best:
         raise ConfigError(
@@ -197,20 +198,27 @@ def _search(config: Config, plan: Plan, constants: Constants) -> int:
         )
     if config.plan.json:
         plans = [make(one.case, hardware, constants, plan.notes) for one in found.best]
-        print(json.dumps([one.to_json(config.plan.tokens) | {"overrides": overrides(one.case)} for one in plans], indent=2))
+        print(json.dumps([one.to_json(config.plan.tokens) | {"overrides": overrides(config, one.case)} for one in plans], indent=2))
         return 0
-    print("\n".join(_search_text(plan, found, constants, config.plan.tokens)))
+    print("\n".join(_search_text(config, plan, found, constants)))
     return 0
 
 
-def _search_text(plan: Plan, found: Search, constants: Constants, tokens: float | None) -> list[str]:
+def _search_text(config: Config, plan: Plan, found: Search, constants: Constants) -> list[str]:
     best = make(found.best[0].case, plan.hardware, constants, plan.notes)
     lines = [
         f"{found.num_fitting} of {found.num_tried} layouts fit {plan.case.layout.world} x {plan.hardware.name}; the best of each kind:",
         "",
     ]
-    lines += table.search_table(found)
-    lines += [*table.title("The first"), *table.summary(best, tokens), "", *table.time_table(best), "", *table.memory_table(best)]
+    lines += table.search_table(found, overrides(config, found.best[0].case))
+    lines += [
+        *table.title("The first"),
+        *table.summary(best, config.plan.tokens),
+        "",
+        *table.time_table(best),
+        "",
+        *table.memory_table(best),
+    ]
     if best.notes:
         lines += [*table.title("Notes"), *table.facts([("-", note) for note in best.notes])]
     return [*lines, *table.title("Assumed"), *table.assumptions(best, constants)]

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from disttrain.config.schema import HardwareConfig
-from disttrain.plan.case import FULL, NONE, SELECTIVE, Case, Layout, Numbers, Recompute, Shape, Software, every
+from disttrain.plan.case import FULL, NONE, SELECTIVE, Case, Layout, Numbers, Recompute, Software, every
 from disttrain.plan.devices import preset
 from disttrain.plan.pipeline import balanced, in_order
+from disttrain.plan.shape import Shape
 
 HERE = Path(__file__).resolve().parent
 PUBLISHED = HERE / "published_runs.csv"

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from disttrain.config import typed
 from disttrain.config.schema import HardwareConfig
-from disttrain.plan.case import Case, Layout, Shape
+from disttrain.plan.case import Case, Layout
+from disttrain.plan.shape import Shape
 from tests.quality.source import ROOT
 
 LLAMA_70B = Shape(80, 8192, 64, 8, 28672, 128256, gated=True, vectors=2 * 8192)

@@ -9,6 +9,7 @@ import pytest
 
 from disttrain import cli
 from disttrain.config.compose import compose, composer, parse
+from disttrain.errors import ConfigError
 from disttrain.launch.environment import detect
 from disttrain.plan import before
 
@@ -47,6 +48,20 @@ def test_what_cannot_fit_is_refused_with_the_nearest_that_does(
     with composer(request) as app:
         config = cli.ready(compose(app, request)[1], detect(), str(folder))
     assert before.foresee(config).predicted["memory/peak_bytes"] > 2**29
+
+
+@pytest.mark.parametrize("knob", ["strategy.offload_activations=true", "strategy=fsdp strategy.offload=true"])
+def test_what_waits_in_host_memory_is_predicted_and_checked_too(folder: Path, monkeypatch: pytest.MonkeyPatch, knob: str) -> None:
+    words = [*TINY, "dataset.paths=[corpus.txt]", "launch.world_size=2", *knob.split()]
+    request = parse(words)
+    with composer(request) as app:
+        config = cli.ready(compose(app, request)[1], detect(), str(folder))
+    found = before.foresee(config).predicted
+    assert found["memory/peak_bytes"] > 0
+    assert sum(number for name, number in found.items() if name.startswith("comm/")) > 0
+    monkeypatch.setattr(before, "machine_bytes", lambda: 2**10)
+    with pytest.raises(ConfigError, match="the fullest rank of this layout needs"):
+        before.foresee(config)
 
 
 def test_a_model_without_a_known_shape_trains_without_a_plan(folder: Path) -> None:

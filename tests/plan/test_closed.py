@@ -8,11 +8,12 @@ import pytest
 
 from disttrain.config.schema import HardwareConfig
 from disttrain.plan import compute, pipeline
-from disttrain.plan.case import FULL, Layout, Shape
+from disttrain.plan.case import FULL, Layout
 from disttrain.plan.closed import Closed, estimate, overlapped
 from disttrain.plan.constants import Constants
 from disttrain.plan.memory import fullest, layer_bytes, memory
 from disttrain.plan.network import WIRE, Message, Span, seconds, spans
+from disttrain.plan.shape import Shape
 from tests.plan.conftest import LLAMA_70B, case
 
 GPT3 = Shape(96, 12288, 96, 96, 49152, 51200, tied=True, positions=2048, vectors=13 * 12288, last_norm=2 * 12288)
@@ -102,6 +103,13 @@ def test_zero_shares_out_states_then_gradients_then_weights() -> None:
         other = memory(case(Layout(dp_shard=8, zero=zero)), 0)
         for kind in ("optimizer", "gradients", "weights"):
             assert getattr(other, kind) == pytest.approx(getattr(one, kind) / (8 if kind in cut else 1))
+
+
+def test_shares_that_rest_in_host_memory_pass_through_the_device_all_the_same() -> None:
+    layout = Layout(dp_shard=8, zero=3)
+    here, away = memory(case(layout), 0), memory(case(replace(layout, offload=True)), 0)
+    assert (away.weights, away.gradients, away.optimizer) == (0.0, 0.0, 0.0)
+    assert away.workspace == here.workspace > 0
 
 
 def test_recomputation_pays_time_for_memory(h100: HardwareConfig) -> None:

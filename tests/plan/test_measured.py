@@ -31,6 +31,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts and stages that differ": {"pp": 2, "dp": 2, "model": SIX, "micro_batch_size": 1, "strategy": {"schedule": "interleaved_1f1b"}},
     "narrow experts": {"tp": 2, "sequence_parallel": True, "model": tiny.MOE, "strategy": {"recompute": "full"}, "callbacks": BF16},
     "experts and a cut sequence": {"cp": 2, "tp": 2, "model": SHARED, "strategy": {"recompute": "selective"}},
+    "powersgd": {"dp": 2, "tp": 2, "strategy": {"compression": "powersgd", "compression_rank": 2, "bucket_size": 0.02}},
+    "weights in host memory": {"shard": 2, "strategy": {"offload": True}},
     "named stages": {"pp": 2, "model": SIX, "micro_batch_size": 1, "strategy": {"schedule": "zbv", "stage_split": NAMED}},
 }
 
@@ -40,7 +42,7 @@ def test_a_run_sends_what_was_predicted(layout: str) -> None:
     """In the mean over a window with a log point and without; nothing is sent over an axis that the plan doesn't name."""
     config = dict(LAYOUTS[layout])
     settled = settle(tiny.config(**config))
-    assert not settled.notes
+    assert not settled.changes
     plan = make(settled.case, hardware("cpu"), Constants())
     last = rows(callbacks=MEASURING | config.pop("callbacks", {}), log_every=4, eval_every=1, steps=8, **config)[0][-1]
     measured = {key: number for key, number in last.items() if key.count("/") == 2 and key.endswith("_bytes") and number}

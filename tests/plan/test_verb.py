@@ -190,6 +190,44 @@ def test_what_the_search_offers_passes_the_check_of_a_training(capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
+    "base",
+    [
+        ["strategy=hybrid_3d"],
+        ["strategy=hsdp", "strategy.gather_dtype=bf16", "callbacks.amp.precision=bf16"],
+        ["strategy=tensor_parallel", "strategy.sequence_parallel=true", "strategy.recompute=full", "strategy.recompute_every=2"],
+        ["strategy=context_parallel", "strategy.attention=ring", "strategy.loss_chunk=16"],
+        ["strategy=pipeline_parallel", "strategy.stage_split=[blocks.1,blocks.2,blocks.3]"],
+        ["strategy=hybrid_3d", "strategy.schedule=interleaved_1f1b", "strategy.virtual_stages=2", "strategy.dp_replicate=1"],
+        ["strategy=ddp", "strategy.compression=bf16", "callbacks=none"],
+        ["strategy=ddp", "strategy.sync_every=4", "train.eval_every=4", "strategy.offload_activations=true", "~callbacks.checkpoint"],
+        ["strategy=fsdp", "strategy.offload=true"],
+        ["strategy=expert_parallel", "model=moe_tiny"],
+        ["strategy=deepspeed"],
+    ],
+    ids=lambda base: "-".join(base[:2]),
+)
+def test_behind_the_same_command_a_suggestion_gives_the_layout_that_was_ranked(capsys: pytest.CaptureFixture[str], base: list[str]) -> None:
+    words = ["hardware=h100", "model=tiny_gpt", "launch.world_size=4", "train.global_batch_size=32", *base]
+    found = planned(capsys, "plan.search=true", "plan.top=50", *words)
+    for one in (found[0], found[len(found) // 2], found[-1]):
+        check(settled(*words, *one["overrides"], "launch.device=cpu"))
+        again = planned(capsys, *words, *one["overrides"])
+        for part in ("layout", "memory_bytes", "traffic", "seconds"):
+            assert again[part] == one[part]
+
+
+def test_a_search_keeps_what_it_does_not_search(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["hardware=h100", "launch.world_size=4", "train.eval_every=4", "plan.search=true", "plan.top=50", "strategy=ddp"]
+    for one in planned(capsys, *words, "strategy.sync_every=4", "~callbacks.checkpoint", "strategy.loss_chunk=16"):
+        assert one["layout"]["sync_every"] == 4
+        assert one["layout"]["loss_chunk"]
+        assert (one["layout"]["pp"], one["layout"]["dp_shard"]) == (1, 1)  # replicas that train by themselves
+    assert {one["layout"]["zero"] for one in planned(capsys, *words, "strategy.compression=bf16")} == {0}
+    assert cli.main(["plan", *words, "strategy.sync_every=3"]) == 2
+    assert "is no multiple of strategy.sync_every=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("word", "named"),
     [
         ("hardware.link_bandwidth=-1", "hardware.link_bandwidth=-1"),
