@@ -103,10 +103,10 @@ class Supervisor:
             signals = stack.enter_context(StopSignals(page.request))
             before: list[Failure] = []
             while True:
-                outcome, was_stopping = self._attempt(entry, len(before), stop, page, signals)
+                outcome = self._attempt(entry, len(before), stop, page, signals)
                 failure = outcome.failure
                 is_last = failure is None or failure.is_users or failure.is_final or len(before) == self.max_restarts
-                if failure is None or is_last or was_stopping:
+                if failure is None or is_last:
                     return replace(outcome, before=before)
                 if signals.name is not None:  # it is the stop that ends the run, which would have gone on after the failure
                     reason = f"stopped by {signals.name}, before another start after: {outcome.reason}"
@@ -116,8 +116,8 @@ class Supervisor:
                 self.announce(failure)
                 self.announce(f"starting all ranks again ({len(before)} of {self.max_restarts}, launch.max_restarts)")
 
-    def _attempt(self, entry: Entry, attempt: int, stop: SharedFile, page: StopPage, signals: StopSignals) -> tuple[Outcome, bool]:
-        """One start of all ranks, on a rendezvous of its own, to the end of all; and whether a stop was asked for before that came."""
+    def _attempt(self, entry: Entry, attempt: int, stop: SharedFile, page: StopPage, signals: StopSignals) -> Outcome:
+        """One start of all ranks, on a rendezvous of its own, to the end of all."""
         ranks: list[RankProcess] = []
         with closing(SharedFile("store")) as store:
             try:
@@ -125,7 +125,6 @@ class Supervisor:
                     for rank in range(self.world_size):
                         ranks.append(self._start(rank, attempt, entry, store, stop))
                 cut_short = self._watch(ranks, signals)
-                was_stopping = signals.name is not None
                 if cut_short is None:
                     wait_all(ranks, LEAVE_SECONDS)
                 failure = first_failure(ranks)
@@ -138,13 +137,13 @@ class Supervisor:
                 for process in ranks:
                     process.close()
         if cut_short is not None:
-            return Outcome(signals.exit_code, cut_short, None, results), was_stopping
+            return Outcome(signals.exit_code, cut_short, None, results)
         if failure is not None:
             code = USER_ERROR if failure.is_users else FAILED
-            return Outcome(code, f"rank {failure.rank}: {failure.kind}: {failure.message}", failure, results), was_stopping
+            return Outcome(code, f"rank {failure.rank}: {failure.kind}: {failure.message}", failure, results)
         if page.was_seen or (self.ends_at_once and signals.name is not None):
-            return Outcome(signals.exit_code, f"stopped by {signals.name}", None, results), was_stopping
-        return Outcome(DONE, "", None, results), was_stopping
+            return Outcome(signals.exit_code, f"stopped by {signals.name}", None, results)
+        return Outcome(DONE, "", None, results)
 
     def _start(self, rank: int, attempt: int, entry: Entry, store: SharedFile, stop: SharedFile) -> RankProcess:
         result = SharedFile(f"rank-{rank}")

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,11 +167,20 @@ def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.world(1)
-def test_a_stop_between_a_failure_and_another_start_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("restarts", "code"), [(3, 143), (0, 1)])
+@pytest.mark.parametrize("moment", ["_frozen_heap", "wait_all"])
+def test_a_stop_ends_a_run_that_would_have_started_again(moment: str, restarts: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the ranks of an attempt that fails are started, or while they are ended."""
+    as_it_is = getattr(local, moment)
+
     def entry(place: Place) -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr(local, "wait_all", lambda ranks, seconds: os.kill(os.getpid(), signal.SIGTERM))
-    outcome = supervise(entry, 1, max_restarts=3)
-    assert (outcome.exit_code, outcome.status, outcome.num_restarts) == (143, "preempted", 0)
+    def stopped(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return as_it_is(*given)
+
+    monkeypatch.setattr(local, moment, stopped)
+    outcome = local.Supervisor(1, max_restarts=restarts).run(entry)
+    assert (outcome.exit_code, outcome.num_restarts) == (code, 0)
     assert [one.message for one in outcome.failures] == ["planted"]
