@@ -128,6 +128,8 @@ def end_table(trainer: Trainer, result: Result, predicted: Mapping[str, float] |
     On the CPU no memory is compared: the process's own size is measured there, and tensors are planned.
     """
     planned = {MEASURED_AS.get(key, key): value for key, value in (predicted or {}).items()}
+    said = [value for key, value in planned.items() if key.startswith("comm/")]
+    planned |= {"comm/bytes": sum(said)} if said else {}
     if trainer.device.type == "cpu":
         planned.pop(MEASURED_AS["memory/peak_bytes"], None)
     rows = {"run": f"{result.status} after step {result.step}" + (f": {result.reason}" if result.reason else "")}

@@ -51,6 +51,16 @@ def test_a_metric_of_the_users_own_stands_in_the_final_table() -> None:
     assert said.count("validation ") == MOST_OWN
 
 
+def test_what_was_planned_stands_beside_what_was_measured() -> None:
+    made = trainer()
+    result = made.fit()
+    result.metrics |= {"comm/bytes": 4096.0, "perf/step_seconds": 0.5}
+    planned = {"comm/grad/all_reduce_bytes": 3072.0, "comm/world/all_reduce_bytes": 1024.0}
+    said = shown(end_table(made, result, {**planned, "perf/step_seconds": 0.25}))
+    assert "4.0 KiB (planned 4.0 KiB)" in said
+    assert "0.5 (planned 0.25)" in said
+
+
 @pytest.mark.parametrize("has_it", [False, True])
 def test_half_types_on_a_cpu_without_them_are_told_to_be_slow(has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for probe in ("_is_avx512_bf16_supported", "_is_amx_fp16_supported"):
