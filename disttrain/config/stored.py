@@ -17,7 +17,7 @@ from disttrain.errors import ConfigError, UserError
 from disttrain.places import expanded, is_remote, shown
 from disttrain.record import RunFolder
 
-CHOOSING = (*CHOSEN_WHOLE, "callbacks", "experiment")
+CHOOSING = (*CHOSEN_WHOLE, "callbacks", "experiment", "debug")
 """What, typed at a resume, may choose other groups than the run was started with."""
 
 

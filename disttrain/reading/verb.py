@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def main(verb: str, words: list[str]) -> int:
     folder = expanded(words[0]) if names_folder(words) else None
     if folder is None or not folder.is_dir():
         wrong = f"'{verb}' needs the folder of a run" if folder is None else f"there is no folder {folder}"
-        newest = next(iter(runs_in(Path("outputs"))), "outputs/<date>/<time>-<id>")
+        newest = next((shlex.quote(str(run)) for run in runs_in(Path("outputs"))), "outputs/<date>/<time>-<id>")
         raise ConfigError(wrong, f"python -m disttrain {verb} {newest}")
     read: Callable[[Path, list[str]], int] = importlib.import_module(READERS[verb]).main
     return read(folder, words[1:])

@@ -46,6 +46,7 @@ def test_resume_puts_the_stored_overrides_in_front(jobs: list, elsewhere: Path) 
         (["callbacks.wandb.mode=offline"], ["callbacks=[default,ema]"], ""),
         (["callbacks.mine._target_=disttrain.callbacks.ema.EMA"], ["callbacks=none", "callbacks.mine.decay=0.5"], ""),
         (["callbacks.mine._target_=disttrain.callbacks.ema.EMA"], ["callbacks=default"], ""),
+        (["debug=sync", "callbacks.replica_check.every=3"], ["debug=fast"], "callbacks.replica_check.every=3"),
         (["scheduler.warmup_steps=1"], ["scheduler=cosine"], ""),
         (["scheduler.warmup_steps=1"], ["scheduler=constant"], "scheduler.warmup_steps=1"),
     ],
@@ -57,7 +58,7 @@ def test_stored_words_give_way_to_what_is_typed(
     assert main([f"resume={run}", *typed]) == 0
     err = capsys.readouterr().err
     assert err == (f"disttrain: left out of what the run was started with: {left_out}\n" if left_out else "")
-    assert (started[0] in jobs[0].overrides) == (not left_out)
+    assert (started[-1] in jobs[0].overrides) == (not left_out)
 
 
 def test_several_jobs_do_not_go_on_in_one_folder(jobs: list, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +76,8 @@ def test_a_folder_of_any_name_is_found_by_what_is_suggested(
     run = stored(elsewhere / "outputs/d" / name, *SMALL)
     assert main(["resume=nowhere"]) == 2
     (word,) = shlex.split(capsys.readouterr().err.rpartition("try: ")[2])
+    assert main(["evaluate", "nowhere"]) == 2
+    assert shlex.split(capsys.readouterr().err.rpartition("try: ")[2])[-1] == f"outputs/d/{name}"
     assert main([word]) == 0
     assert (jobs[0].resume, jobs[0].config.resume) == (run, str(run))
     as_in_its_manual = {"it's": f"resume='{run}'".replace("it's", "it\\'s"), "sp ace": f"resume={run}".replace(" ", "\\ ")}
