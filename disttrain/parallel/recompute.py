@@ -80,12 +80,12 @@ class _Offloaded:
 
     def __call__(self, *args: Any) -> Any:
         # looked up at each call: FSDP2 puts whole weights in the place of shards just before
-        self.own = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+        self.own = {parameter.untyped_storage()._cdata for parameter in self.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             return self.forward(*args)
 
     def _pack(self, saved: Tensor) -> Tensor | tuple[Tensor, torch.device]:
-        if saved.untyped_storage().data_ptr() in self.own:
+        if saved.untyped_storage()._cdata in self.own:
             return saved
         pinned = saved.device.type == "cuda"
         host = torch.empty(saved.shape, dtype=saved.dtype, pin_memory=pinned)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from disttrain.plan import tensors
 from disttrain.plan.memory import GIB
+from disttrain.plan.memory import memory as of_stage
 from disttrain.plan.planned import Plan
 from disttrain.plan.table import columns, facts, show_seconds
 from disttrain.plan.walls import show_bytes, show_count
@@ -19,11 +21,13 @@ Line = tuple[str, float, float]
 
 
 def memory_lines(plan: Plan, stage: int, counts: Counts) -> list[Line]:
-    """Bytes of pipeline rank `stage`. Whole weights that sharding gathers are the formula's weights and what stands beside them."""
-    memory, peak = plan.memories[stage], counts.peak
-    states = memory.weights + memory.gradients + memory.optimizer
+    """Bytes of pipeline rank `stage`. Whole weights that sharding gathers are the formula's weights and what stands beside them.
+
+    A dry run has one memory, so what waits in the host's is counted as if it stayed on the device, on both sides.
+    """
+    layout, peak = replace(plan.case.layout, offload=False, offload_activations=False), counts.peak
+    memory = plan.memories[stage] if layout == plan.case.layout else of_stage(replace(plan.case, layout=layout), stage)
     held = tensors.of_rank(plan.case, stage).all
-    layout = plan.case.layout
     ranks = layout.dp_shard if layout.zero else 1
     own = sum(one.size if layout.ep > 1 and one.is_expert else one.rows_of(ranks) for one in held)
     resting = own * plan.case.numbers.weight
@@ -36,7 +40,7 @@ def memory_lines(plan: Plan, stage: int, counts: Counts) -> list[Line]:
             memory.total - resting - memory.optimizer,
             float(sum(peak.values()) - peak["weights"] - peak["optimizer"]),
         ),
-        ("peak", states + memory.activations + memory.head + memory.workspace, float(sum(peak.values()))),
+        ("peak", memory.total, float(sum(peak.values()))),
     ]
 
 
@@ -68,7 +72,15 @@ def page(plan: Plan, rehearsal: Rehearsal) -> list[str]:
     of = f"{plan.case.micro_batches} micro-batches" + (f", from steps of {run}" if len(rehearsal.micro_batches) > 1 else "")
     alike = "other pipeline ranks are like one of these, with fewer micro-batches in flight"
     alike = "every kind of rank" if len(rehearsal.counts) == plan.case.layout.pp else alike
-    return [*lines, *facts([("took", f"{took}; {of}; {alike}"), ("bytes", "of traffic are those of the whole tensors")])]
+    said = [("took", f"{took}; {of}; {alike}"), ("bytes", "of traffic are those of the whole tensors")]
+    if plan.case.layout.offload or plan.case.layout.offload_activations:
+        said.append(
+            (
+                "host",
+                "a dry run has one memory: all is counted, and reckoned beside it, as if what waits in the host's stayed on the device",
+            )
+        )
+    return [*lines, *facts(said)]
 
 
 def _sides(name: str, calls: Line, moved: Line) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from disttrain.config.schema import HardwareConfig
-from disttrain.plan import compute, pipeline
+from disttrain.plan import compute, pipeline, tensors
 from disttrain.plan.case import V_SHAPED, Case
 from disttrain.plan.compute import Work
 from disttrain.plan.constants import Constants
@@ -181,7 +181,7 @@ def data_messages(case: Case, parameters: float, layers: int) -> list[Message]:
     if layout.sync_every > 1:  # local SGD: the weights themselves, every so many steps
         return [Message("grad", "all_reduce", numbers.gradient * parameters, 1 / layout.sync_every)]
     if not layout.zero or layout.sharing == 1:
-        return [Message("grad", "all_reduce", gradients)]
+        return [Message("grad", "all_reduce", gradients * tensors.sent_share(case))]
     if layout.zero == 3:
         blocks = layers * layer_share(case) * numbers.wire_weight
         twice = m * layers * (2.0 if layout.reshard else 1.0)  # the ends, gathered once, stay for the backward

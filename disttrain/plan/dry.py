@@ -148,7 +148,8 @@ def _step(strategy: Strategy, update: Update, tally: Tally, step: Step, entering
         axis.traffic.clear()
     report = strategy.finish(strategy.forward_backward(step), step, following=step)
     tally.rename((p.grad for p in strategy.parameters.values() if p.grad is not None), "gradients")
-    update(report)
+    with tally.answering():  # an optimizer that runs on the host reads its rate
+        update(report)
     return Counts(
         strategy.mesh.rank,
         len(step.micro),

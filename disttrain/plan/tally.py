@@ -28,6 +28,8 @@ class Tally:
         self.now = "activations"
         self.alive: Counter[str] = Counter()
         """Bytes by kind."""
+        self.answers = False
+        """Whether who reads a number gets one (`answering`)."""
         self.num_allocations = 0
         self.peak: Counter[str] = Counter()
         """`alive` when there was most in all."""
@@ -80,6 +82,15 @@ class Tally:
             yield
         finally:
             self.now = before
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Inside, a number that is read is 1, and a truth False: a schedule's factor, and that an update is not skipped."""
+        self.answers = True
+        try:
+            yield
+        finally:
+            self.answers = False
 
     @contextmanager
     def watching(self, mode: AbstractContextManager[Any]) -> Iterator[Tally]:
@@ -139,6 +150,8 @@ class Fakes(FakeTensorMode):
         """Run the operator on shapes, and note what it made. Shapes are worked out by other operators, which no kernel runs."""
         if self._is_inside:
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if self._tally.answers and func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 1
         if not func._schema.returns:  # a fused update: it changes values alone, and has no form without them
             return None
         self._is_inside = True

@@ -103,6 +103,14 @@ def of_rank(case: Case, stage: int) -> OfRank:
     return OfRank(table, sparse, {kind: block(case, kind) for kind in sorted(set(sparse))}, last(case) if is_last else [])
 
 
+def sent_share(case: Case) -> float:
+    """Elements of the gradients' sums over those of the gradients, on the first rank."""
+    held = of_rank(case, 0)
+    if case.layout.compression != "powersgd":
+        return 1.0
+    return held.total(lambda one: sum(one.low_rank(case.layout.compression_rank)) or one.size) / held.total(lambda one: one.size)
+
+
 def buckets(parameters: Sequence[Held], num_bytes: float, bucket_size: float) -> list[list[Held]]:
     """Buckets of `bucket_size` MiB that gradients of `num_bytes` an element travel in: as `parallel.data` groups them, from the last on."""
     found: list[list[Held]] = []

@@ -112,6 +112,11 @@ def test_shares_that_rest_in_host_memory_pass_through_the_device_all_the_same() 
     assert away.workspace == here.workspace > 0
 
 
+def test_powersgd_says_less_in_less_time(h100: HardwareConfig) -> None:
+    whole, low = (estimate(case(Layout(dp_replicate=64, tp=8, compression=kind)), h100, Constants()) for kind in ("none", "powersgd"))
+    assert low.exposed["data"] < 0.1 * whole.exposed["data"]
+
+
 def test_recomputation_pays_time_for_memory(h100: HardwareConfig) -> None:
     layout = Layout(dp_shard=8, tp=8, zero=1, sequence_parallel=True)
     kept, again = case(layout), case(replace(layout, recompute=FULL))
