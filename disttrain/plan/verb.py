@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from disttrain.plan.rehearsal import Rehearsal
 
 PARAMETERS = "model.parameters"
-MOST_PARAMETERS = 1e18
+MOST_PARAMETERS, MOST_TOKENS = 1e18, 1e30
 USUAL = "h100"
 """The hardware of large models, where none is there or asked for."""
 
@@ -85,7 +85,9 @@ def main(config: Config, parameters: float | None, typed: Sequence[str]) -> int:
 
 
 def _check_wanted(config: Config, parameters: float | None) -> None:
-    """ConfigError where two answers are asked for, of which only one can be given."""
+    """ConfigError where two answers are asked for, of which only one can be given, or for more tokens than can be reckoned with."""
+    if (config.plan.tokens or 0.0) > MOST_TOKENS:
+        raise ConfigError(f"plan.tokens={config.plan.tokens:g} is more than any training sees", "plan.tokens=15e12")
     asked = [key for key, is_asked in (("plan.search", config.plan.search), ("plan.dry", config.plan.dry)) if is_asked]
     if parameters is not None and asked:
         raise ConfigError(

@@ -92,6 +92,11 @@ def test_a_size_is_a_number_of_parameters(number: str, capsys: pytest.CaptureFix
     assert "is no number of parameters" in capsys.readouterr().err
 
 
+def test_so_many_tokens_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "model.parameters=1e18", "plan.tokens=1e300", "hardware=h100"]) == 2
+    assert "try: plan.tokens=15e12" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["plan.search=true", "plan.dry=true"], ["plan.search=true", "model.parameters=1e9"]])
 def test_of_two_answers_one_is_given(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "hardware=h100", *words]) == 2
