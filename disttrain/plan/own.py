@@ -94,10 +94,11 @@ def flying(case: Case, stage: int) -> float:
 def rounded_bytes(case: Case, stage: int) -> float:
     """Matrices rounded for products (autocast), anew for each micro-batch in flight; under recomputation of the block that runs."""
     layout, held = case.layout, tensors.of_rank(case, stage)
-    in_blocks = [sum(one.size for one in block if len(one.shape) > 1) for block in held.blocks]
+    matrices = {kind: sum(one.size for one in block if len(one.shape) > 1) for kind, block in held.kinds.items()}
+    in_blocks = sum(held.sparse.count(kind) * size for kind, size in matrices.items())
     head = case.shape.head_parameters / layout.tp if held.last else 0.0
     kept = layout.kept
-    rounded = flying(case, stage) * kept * sum(in_blocks) + (1.0 - kept) * max(in_blocks, default=0)
+    rounded = flying(case, stage) * kept * in_blocks + (1.0 - kept) * max(matrices.values(), default=0)
     return case.numbers.gathered * (rounded + head)
 
 

@@ -210,7 +210,9 @@ def strategy_of(layout: Layout, strategy: StrategyConfig, shape: Shape) -> Strat
     least = stages_a_rank(layout.schedule, None)
     asked = strategy.virtual_stages or least
     virtual = strategy.virtual_stages if asked == layout.virtual else layout.virtual if layout.virtual != least else None
-    named = layout.blocks == blocks_of(shape, layout.schedule, layout.pp, layout.virtual, strategy.stage_split)
+    split = strategy.stage_split if pipes else []
+    if split and layout.blocks != blocks_of(shape, layout.schedule, layout.pp, layout.virtual, split):
+        split = []
     return replace(
         strategy,
         **{name: getattr(layout, name) for name in (*DEGREES, "ep", "sequence_parallel")},
@@ -220,7 +222,7 @@ def strategy_of(layout: Layout, strategy: StrategyConfig, shape: Shape) -> Strat
         attention=cast(Any, layout.attention) if layout.cp > 1 else "gather",
         schedule=cast(Any, layout.schedule) if pipes else strategy.schedule,
         virtual_stages=virtual if pipes else None,
-        stage_split=strategy.stage_split if pipes and named else [],
+        stage_split=split,
         recompute="full" if again.gemm else "selective" if again.memory else "none",
         recompute_every=round(1 / share) if share else strategy.recompute_every,
         deepspeed=None,

@@ -105,9 +105,9 @@ def of_rank(case: Case, stage: int) -> OfRank:
 
 def sent_share(case: Case) -> float:
     """Elements of the gradients' sums over those of the gradients, on the first rank."""
-    held = of_rank(case, 0)
     if case.layout.compression != "powersgd":
         return 1.0
+    held = of_rank(case, 0)
     return held.total(lambda one: sum(one.low_rank(case.layout.compression_rank)) or one.size) / held.total(lambda one: one.size)
 
 
