@@ -21,7 +21,7 @@ from disttrain.plan.constants import Constants
 from disttrain.plan.devices import AUTO, CPU, preset, resolve
 from disttrain.plan.memory import GIB
 from disttrain.plan.planned import Plan, allows, make, overrides
-from disttrain.plan.search import Search, search
+from disttrain.plan.search import Search, layouts, search
 from disttrain.plan.settle import GPT, laid_out, precision_of, settle, unknown_shape
 
 if TYPE_CHECKING:
@@ -190,7 +190,8 @@ def _search(config: Config, plan: Plan, constants: Constants) -> int:
         raise ConfigError(f"a search needs rates, and hardware.{missing} of {hardware.name} is not known", "hardware=h100")
     found = search(plan.case, world, hardware, constants, config.plan.top, partial(allows, config))
     if not found.num_tried:
-        check_layout(laid_out(config, plan.case))
+        if next(layouts(plan.case, world), None) is not None:  # there are some, and none goes with what else is asked for
+            check_layout(laid_out(config, plan.case))
         raise ConfigError(_untried(plan), _dividing(plan))
     if not found.best:
         raise ConfigError(
