@@ -76,5 +76,5 @@ def test_the_limit_follows_the_median_once_there_is_one() -> None:
     assert dog.limit() == 1000.0, "between steps"
     dog.on_train_step_start(trainer)
     assert dog.limit() == pytest.approx(20.0, rel=0.1)
-    with pytest.raises(ConfigError, match=r"factor=0\.5"):
+    with pytest.raises(ConfigError, match=r"watchdog\.factor is 0\.5"):
         Watchdog(factor=0.5)
