@@ -17,6 +17,7 @@ from disttrain.errors import UserError
 from disttrain.launch.place import Place
 from disttrain.launch.world import run_world as run_ranks
 from disttrain.models.task import Regression
+from disttrain.train import writing
 from disttrain.train.hooks import Callback
 from disttrain.train.state import restore, state_of
 from disttrain.train.trainer import Trainer
@@ -64,10 +65,10 @@ def test_every_rank_writes_the_same_text_and_trains_on(layout: dict[str, Any], r
         trainer.data.decode = lambda ids: " ".join(map(str, ids))  # type: ignore[method-assign]
         wanted = GenerateConfig(length=6)
         trainer.model.eval()
-        before = "".join(build.write_text(trainer, wanted, 0))
+        before = "".join(writing.write_text(trainer, wanted, 0))
         trainer.fit()
         trainer.model.eval()
-        return before, "".join(build.write_text(trainer, wanted, 0)), [row["train/loss"] for row in notes_of(trainer).rows]
+        return before, "".join(writing.write_text(trainer, wanted, 0)), [row["train/loss"] for row in notes_of(trainer).rows]
 
     (alone,) = run_ranks(write, 1)
     for before, after, losses in run_world(lambda place: write(place, **layout), warm=WARM):
