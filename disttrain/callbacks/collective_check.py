@@ -63,13 +63,13 @@ class CollectiveCheck(Callback):
         self._leave("has come to the end of its run")
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Others needn't wait."""
-        self._leave(f"has raised {type(error).__name__}")
+        """Others needn't wait, and say the same of a fault between ranks."""
+        self._leave(f"has raised {type(error).__name__}", error.message if isinstance(error, CollectiveError) else "")
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, fault: str = "") -> None:
         if self._check is not None:
             self._check.__exit__(None, None, None)
-            self._check.leave(why)
+            self._check.leave(why, fault)
             self._check = None
 
 
@@ -95,9 +95,9 @@ class Check(TorchDispatchMode):
                 self._of_a_group(call, ranks)
         return func(*args, **(kwargs or {}))
 
-    def leave(self, why: str) -> None:
-        """Tell who may wait that this rank makes no more."""
-        self._is_at({"gone": why})
+    def leave(self, why: str, fault: str = "") -> None:
+        """Tell who may wait that this rank makes no more, and the fault between ranks that it has found, if it has."""
+        self._is_at({"gone": why, "fault": fault})
 
     # --- what is compared ------------------------------------------------------------------------------------------------
 
@@ -180,6 +180,8 @@ class Check(TorchDispatchMode):
                 looked = now
             elif now - looked > LOOKS:
                 looked = now
+                if fault := self._at(rank).get("fault"):
+                    raise CollectiveError(fault)
                 if why := self._absent(rank, now - began):
                     what = f"collective {mine['number'] + 1} over {self._name(mine['ranks'])}"
                     raise CollectiveError(

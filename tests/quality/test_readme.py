@@ -41,7 +41,7 @@ RUN_ELSEWHERE = {
     "pre-commit install": "changes the clone; its hooks are steps of .ci/run",
     "bash .ci/run": "runs this test",
     "python experiments/planner/judge.py": "tests/plan/test_published.py compares its numbers",
-    "python -m pytest": "runs this test",
+    "python -m pytest -n 2": "runs this test",
     "RUN=$(dirname $(ls -t outputs/*/*/config.yaml | head -1))": "test_the_newest_run_is_found_beside_a_sweep",
     "python experiments/reference_loop/train.py $RUN": "test_reference_loop below",
 }
