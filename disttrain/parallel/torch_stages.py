@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, PipelineScheduleSingle, _PipelineScheduleRuntime, get_schedule_class
 
 from disttrain.parallel.mesh import Axis
 
@@ -94,6 +94,9 @@ def make_schedule(name: str, stages: Sequence[CountedStage], num_micro: int) -> 
     kind = get_schedule_class(name)
     alone = issubclass(kind, PipelineScheduleSingle)
     schedule = kind(stages[0] if alone else list(stages), n_microbatches=num_micro, loss_fn=lambda loss, _: loss, scale_grads=False)
+    if isinstance(schedule, _PipelineScheduleRuntime):
+        order = schedule.pipeline_order_with_comms
+        order |= {rank: _gathered_once(actions) for rank, actions in order.items()}
     numbers = torch.arange(num_micro)  # torch wants something to split; stages look up what they need
     inputs = [numbers] if any(stage.is_first for stage in stages) else []
     target = numbers if any(stage.is_last for stage in stages) else None
@@ -102,3 +105,22 @@ def make_schedule(name: str, stages: Sequence[CountedStage], num_micro: int) -> 
         schedule.step(*inputs, target=target, return_outputs=False)
 
     return step
+
+
+def _gathered_once(actions: Sequence[Any]) -> list[Any]:
+    """A rank's actions with one gathering and one release of each stage's weights, which ZeRO-1 keeps whole in between.
+
+    torch keeps three stages whole at a time; with more a rank it would gather them again and again.
+    """
+    gathered: set[int] = set()
+    released = {action.stage_index: index for index, action in enumerate(actions) if action.computation_type is RESHARD}
+    kept = []
+    for index, action in enumerate(actions):
+        stage = action.stage_index
+        if action.computation_type is UNSHARD:
+            if stage in gathered:
+                continue
+            gathered.add(stage)
+        if action.computation_type is not RESHARD or released[stage] == index:
+            kept.append(action)
+    return kept

@@ -18,6 +18,8 @@ BF16 = {"amp": {"_target_": "disttrain.callbacks.amp.AMP", "precision": "bf16"}}
 SIX, SHARED = tiny.MOE | {"num_layers": 6}, tiny.MOE | {"experts": tiny.EXPERTS | {"num_shared": 1}}
 NAMED = ["blocks.1", "blocks.3", "norm"]
 
+DEEP = {"zero": 1, "schedule": "interleaved_1f1b", "virtual_stages": 4}
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "ddp": {"dp": 2},
@@ -33,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts and a cut sequence": {"cp": 2, "tp": 2, "model": SHARED, "strategy": {"recompute": "selective"}},
     "powersgd": {"dp": 2, "tp": 2, "strategy": {"compression": "powersgd", "compression_rank": 2, "bucket_size": 0.02}},
     "weights in host memory": {"shard": 2, "strategy": {"offload": True}},
+    "four stages a rank": {"pp": 2, "shard": 2, "model": tiny.GPT | {"num_layers": 8}, "micro_batch_size": 1, "strategy": DEEP},
     "named stages": {"pp": 2, "model": SIX, "micro_batch_size": 1, "strategy": {"schedule": "zbv", "stage_split": NAMED}},
 }
 
