@@ -13,6 +13,7 @@ from disttrain.config.components import signature_of
 from disttrain.config.local_sgd import AMP
 from disttrain.config.schedules import takes
 from disttrain.config.schema import Config
+from disttrain.config.typed import show
 from disttrain.config.world import divisors
 from disttrain.doctor.budget import Budget
 from disttrain.doctor.diagnose import BUBBLE, COMPUTE, EXPOSED, HOST, INPUT, MEMORY, OPTIMIZER, RANKS, STAGES, Verdict
@@ -75,7 +76,7 @@ def _input(config: Config, whole: Budget, found: Mapping[str, Any]) -> list[Reme
         return [Remedy((f"dataset.num_workers={wanted}",), why)]
     own = [key for key in config.dataset if key != "_target_"]
     words = ["dataset._target_=disttrain.data.adapt.Adapted", f"dataset.train._target_={target}"]
-    words += [f"dataset.train.{key}={_word(config.dataset[key])}" for key in own]
+    words += [f"dataset.train.{key}={show(config.dataset[key])}" for key in own]
     return [Remedy((*words, *(f"~dataset.{key}" for key in own), f"dataset.num_workers={wanted}"), why)]
 
 
@@ -238,10 +239,6 @@ def _accumulation(config: Config) -> str | None:
 
 def _local_batch(config: Config) -> int:
     return config.train.global_batch_size // (config.strategy.dp_replicate * config.strategy.dp_shard)
-
-
-def _word(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _BY_NAME: Mapping[str, Callable[[Config, Budget, Mapping[str, Any]], list[Remedy]]] = {
