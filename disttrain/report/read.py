@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from disttrain.config.typed import show
 from disttrain.errors import ConfigError, UserError
 from disttrain.record import RunFolder
 from disttrain.secrecy import redacted
@@ -228,7 +229,7 @@ def value_of(run: Run, key: str) -> str:
     """The value of a key, a group's by its name, or what was typed for it; empty where neither is known."""
     for known in (key, f"{key}.name"):
         if known in run.config:
-            return shown(run.config[known])
+            return show(run.config[known])
     typed = [word.partition("=")[2] for word in run.words if _key(word) == key]
     return typed[-1] if typed else ""
 
@@ -253,14 +254,7 @@ def differences(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     for key in keys:
         by_value: dict[str, list[Run]] = {}
         for run in runs:
-            by_value.setdefault(shown(run.config[key]) if key in run.config else "(none)", []).append(run)
+            by_value.setdefault(show(run.config[key]) if key in run.config else "(none)", []).append(run)
         if len(by_value) > 1 and not key.startswith(NOT_A_DIFFERENCE):
             found[key] = by_value
     return found
-
-
-def shown(value: Any) -> str:
-    """A config value as one types it."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

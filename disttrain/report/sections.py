@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from disttrain.config.typed import show
 from disttrain.report import costs, ranks, tables, verdicts, words
 from disttrain.report.html import Html, join, tag
 from disttrain.report.parts import chart, details, section
-from disttrain.report.read import Run, finite, shown
+from disttrain.report.read import Run, finite
 from disttrain.report.tables import Cell, Column, Table
 
 Section = Callable[[Sequence[Run]], Html | None]
@@ -178,7 +179,7 @@ def config(runs: Sequence[Run]) -> Html | None:
     if not run.config:
         return None
     typed = tag("p", "Typed: ", tag("code", " ".join(run.words)) if run.words else "nothing: the default run")
-    text = "\n".join(f"{key}: {shown(value)}" for key, value in run.config.items() if not key.startswith("predicted."))
+    text = "\n".join(f"{key}: {show(value)}" for key, value in run.config.items() if not key.startswith("predicted."))
     return section("config", "Config", typed, details("the whole config, resolved", tag("pre", text, tabindex=0)))
 
 
